@@ -164,6 +164,9 @@ class BucketGroup(RuleGroup):
 
     buckets: list[ParameterBucket]
     groups: list[dict[str, Any]]
+    # rows of the steps t in ``hyper``, and the tensors of ``optimizer.state`` from and
+    # to which a step copies them; none if these are the rows
+    counts: tuple[list[Tensor], list[Tensor]]
     refresh: Callable[[], None]  # takes over the groups' present ones
 
 
@@ -307,9 +310,11 @@ def join(
     moving: MovingGroup,
     buckets: list[ParameterBucket],
     state: State,
+    is_printed: bool,
 ) -> BucketGroup:
     """Return buckets with the hyperparameters of ``moving``, as which ``moving_groups``
-    move; ``state`` gets the steps of every parameter.
+    move; ``state`` gets the steps of every parameter, as rows of one tensor if
+    ``is_printed``: kernels copy none.
     """
     params = [p for bucket in buckets for p in bucket.params]
     algorithm, device = moving.algorithm, params[0].device
@@ -329,7 +334,11 @@ def join(
         values=moving.values,
         rows=tuple(cell.storage_offset() // size for cell in cells),
     )
-    _hold_steps(state, params, t)
+    if is_printed:
+        _hold_steps(state, params, t)
+        counts = list[Tensor](), list[Tensor]()
+    else:
+        counts = list(t.unbind()), _held_steps(state, params, t[0])
     refresh = refreshing(moving_groups, moving, params)
     refresh()
     return BucketGroup(
@@ -337,6 +346,7 @@ def join(
         [],
         buckets=buckets,
         groups=moving.groups,
+        counts=counts,
         refresh=refresh,
     )
 
@@ -361,6 +371,25 @@ def _by_dtype(keys: Sequence[Any], params: Sequence[Tensor]) -> list[list[int]]:
     """
     dtypes = list(dict.fromkeys(p.dtype for p in params))
     return sorted(group_by(keys), key=lambda at: dtypes.index(params[at[0]].dtype))
+
+
+def _held_steps(state: State, params: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+    """Return the counts of steps that ``state`` holds of each parameter. Where there is
+    none in the form of ``like``, the state gets one.
+    """
+    for p in params:
+        before = state[p].get("step")
+        if (
+            type(before) is not Tensor
+            or before.shape != like.shape
+            or (before.dtype, before.device) != (like.dtype, like.device)
+            or is_fake(before) != is_fake(like)
+        ):
+            number = torch.zeros_like(like)
+            if before is not None:
+                number.copy_(torch.as_tensor(before).reshape(like.shape))
+            state[p]["step"] = number
+    return [state[p]["step"] for p in params]
 
 
 def _hold_steps(state: State, params: Sequence[Tensor], t: Tensor) -> None:

@@ -147,7 +147,7 @@ class Layout:
             parts = None if before is None else before.parts_at_owners
             buckets.attach_owned(together, state, parts)
         self.groups = [  # last, for it holds the counts of all that has restarted
-            buckets.join(moving_groups, moving, several, state)
+            buckets.join(moving_groups, moving, several, state, self.is_printed)
             for moving_groups, moving, several in self._together
         ]
         for group in self.groups:
@@ -313,6 +313,8 @@ class Layout:
         param_grads = [p.grad for p in self.params]
         rest, grads = iter(param_grads), []
         for group in self.groups:
+            if group.counts[0]:
+                copies.add(*group.counts)
             group.stacks = [b.stack or b.make_stack() for b in group.buckets]
             for bucket in group.buckets:
                 for copied, tensors in bucket.copied:
@@ -405,6 +407,10 @@ class Layout:
         that fails, it was not taken.
         """
         torch._foreach_copy_([group.hyper.t for group in self.groups], decision.t)
+        for group in self.groups:
+            rows, entries = group.counts
+            if rows:
+                torch._foreach_copy_(entries, rows)
         skipped += decision.finite.logical_not()
         for group in self.groups:
             if group.hyper.algorithm.has_stages:

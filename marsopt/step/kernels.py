@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from marsopt.step.printer import BLOCK, CHUNK, NUM_WARPS, STEP, Printed
+from marsopt.step.printer import BLOCK, CHUNK, STEP, Printed
 
 RING = 4  # host buffers: a step fills one while the copies of earlier steps wait
 
@@ -220,7 +220,7 @@ class UpdateKernel(Kernel):
                 *(ok, scalars, num_parts),
                 BLOCK=parts.block,
                 STEP=min(STEP, parts.block),
-                num_warps=NUM_WARPS,
+                num_warps=printed.num_warps,
             )
 
 
@@ -248,7 +248,7 @@ class SumsKernel(Kernel):
                 *(partials, num_parts),
                 BLOCK=parts.block,
                 STEP=min(STEP, parts.block),
-                num_warps=NUM_WARPS,
+                num_warps=printed.num_warps,
             )
             self._launch(
                 getattr(self._module, f"{printed.name}_totals"),

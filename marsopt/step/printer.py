@@ -28,7 +28,9 @@ from marsopt.step.source import (
 )
 
 BLOCK = 4096  # elements of a program
-NUM_WARPS = 4  # on an H200 8,192 elements by 8 warps take 1.12 times as long
+# On an H200 8,192 elements by 8 warps take 1.12 times as long. Numbers of elements, of
+# which stochastic rounding makes noise, would spill the registers of 4 warps.
+NUM_WARPS, WITH_POSITION = 4, 8
 STEP = 1024  # elements of a masked step
 CHUNK = 1024  # blocks whose sums are added at once
 
@@ -48,6 +50,7 @@ class Printed:
     num_columns: int = 0  # scalars of a part, if this is an update
     column_dtype: torch.dtype = torch.float32
     num_terms: int = 0  # sums of a part; 0: this is an update
+    num_warps: int = NUM_WARPS  # of a program
 
     @property
     def bytes_read(self) -> int:
@@ -113,7 +116,14 @@ def print_update(
     source = compute_source(title, traced, values)
     source += UPDATE.format(name=name, lines=indented(lines, 8))
     return Printed(
-        name, source, dict(operands), block.reads, writes, num_columns, column_dtype
+        name,
+        source,
+        dict(operands),
+        block.reads,
+        writes,
+        num_columns,
+        column_dtype,
+        num_warps=WITH_POSITION if "position" in traced.used else NUM_WARPS,
     )
 
 

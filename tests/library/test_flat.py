@@ -462,7 +462,7 @@ def test_a_resized_parameter_is_refused():
         params[2].grad = None
         params[2].data = torch.zeros(7, 4)
         with pytest.raises(
-            ValueError, match=r"parameter 2 of group 0, expected .* \(7, 4\)"
+            ValueError, match=r"parameter 1 of group 0, expected .* \(7, 4\)"
         ):
             walk(optimizer, params, [1])
 
@@ -513,7 +513,10 @@ def test_a_copy_of_the_optimizer_is_its_own():
     _, (optimizer, params) = pair()
     walk(optimizer, params, [0])
     other = copy.deepcopy(optimizer)
-    theirs = other.param_groups[0]["params"]
+    lists = [
+        list(of.param_groups[i]["params"]) for of in (other, optimizer) for i in (0, 1)
+    ]
+    theirs, params = lists[0] + lists[1], lists[2] + lists[3]
     walk(other, theirs, [1])
     before = [p.clone() for p in params]
     walk(other, theirs, [2])

@@ -443,7 +443,7 @@ SIZES_OF = {"BLOCK": BLOCK, "STEP": STEP, "CHUNK": CHUNK}
 WIDE = re.compile(r"(ld|st)\.global\S*\.v(?:4\.b32|2\.b64)")
 
 
-def compile_for(capability, function, scalars=F32):
+def compile_for(capability, function, num_warps, scalars=F32):
     """Return PTX, and the use of registers and stacks, without a GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -455,7 +455,7 @@ def compile_for(capability, function, scalars=F32):
     sizes = {name: size for name, size in SIZES_OF.items() if name in names}
     code = ASTSource(fn=function, signature=signature, constexprs=sizes)
     target = GPUTarget("cuda", capability, 32)
-    kernel = triton.compile(code, target=target, options={"num_warps": NUM_WARPS})
+    kernel = triton.compile(code, target=target, options={"num_warps": num_warps})
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -474,9 +474,9 @@ def compile_for(capability, function, scalars=F32):
 def test_compiled_update_accesses_whole_blocks_widely(name, capability):
     formula = printed(name)
     function = getattr(load(formula.source), formula.name)
-    ptx, usage = compile_for(capability, function)
+    ptx, usage = compile_for(capability, function, formula.num_warps)
     found = WIDE.findall(ptx)
-    per_access = 32 * NUM_WARPS * 16  # bytes
+    per_access = 32 * formula.num_warps * 16  # bytes
     assert found.count("ld") == formula.bytes_read * BLOCK // per_access
     assert found.count("st") == formula.bytes_written * BLOCK // per_access
     assert usage["STACK"] == usage["LOCAL"] == 0, "spills"
@@ -490,8 +490,8 @@ def test_compiled_sums_access_whole_blocks_widely():
         {"g": BF16, "h": F32},
     )
     module = load(formula.source)
-    ptx, usage = compile_for(90, getattr(module, formula.name))
+    ptx, usage = compile_for(90, getattr(module, formula.name), NUM_WARPS)
     assert WIDE.findall(ptx).count("ld") == 6 * BLOCK // (32 * NUM_WARPS * 16)
     assert usage["STACK"] == usage["LOCAL"] == 0
-    _, usage = compile_for(90, getattr(module, f"{formula.name}_totals"))
+    _, usage = compile_for(90, getattr(module, f"{formula.name}_totals"), NUM_WARPS)
     assert usage["STACK"] == usage["LOCAL"] == 0

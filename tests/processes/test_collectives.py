@@ -289,7 +289,7 @@ def refuse_one_shard(rank, world):
 
 def test_ranks_refuse_a_state_dict_together():
     for told in spawn(refuse_one_shard, 2):
-        assert "got a value in 'exp_avg' of parameter 'first.weight'" in told
+        assert "got NaN or infinity in the state of parameter 'first.weight'" in told
 
 
 def refuse(rank, world):
