@@ -12,7 +12,7 @@ from textwrap import indent, wrap
 
 import torch
 
-from marsopt.step.expressions import DTYPES, Body, Unprintable
+from marsopt.step.expressions import Body, Unprintable, triton_dtype
 
 ALIGNMENT = 16  # bytes of the widest access
 
@@ -223,7 +223,7 @@ class Block:
         return lines
 
     def pointer(self, name: str, address: str) -> str:
-        return f"{address}.to(tl.pointer_type({DTYPES[self.operands[name]]}))"
+        return f"{address}.to(tl.pointer_type({triton_dtype(self.operands[name])}))"
 
     def call(self, mask: str) -> str:
         """Return the call of the function of elements."""

@@ -411,6 +411,7 @@ def test_an_operand_that_nobody_reads_is_not_loaded():
         (lambda x: x.cumsum(1), "cumsum"),
         (lambda x: x - x.mean(), "mean"),
         (lambda x: x.exp(), "exp"),
+        (lambda x: x.view(torch.int16).view(F32), "torch.int16"),
         (lambda x: x**2.5, "pow with exponent 2.5"),
         (lambda x: torch.add(x, x, alpha=2), "add with"),
         (lambda x: x[:, :1] + x, "slice"),
