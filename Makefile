@@ -11,7 +11,7 @@
 
 PYTHON  ?= python3
 VENV    ?= .venv
-CONFIG  ?= tiny_moonlight_transport
+CONFIG  ?= tiny_moonlight
 RUN     ?= $(CONFIG)
 RANKS   ?= 1
 WORKERS ?= 2

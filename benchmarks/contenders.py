@@ -116,7 +116,8 @@ def ours(mars_type: str, **options: Any) -> Callable[[Params, bool], Entry]:
     """Build ``marsopt.MARS``, the global clip inside unless ``options`` say else."""
 
     def build(params: Params, compile: bool) -> Entry:
-        arguments = dict(MARS_HYPER, max_norm=MAX_NORM) | options
+        arguments = dict(MARS_HYPER, max_norm=MAX_NORM, ns_dtype=torch.bfloat16)
+        arguments |= options  # Newton-Schulz as torch's Muon, on a CPU too
         groups = param_groups(params, mars_type)
         if any(p.dtype != torch.float32 for p in params.values()):
             arguments.setdefault("state_dtype", torch.float32)
@@ -232,18 +233,6 @@ OURS = [
         "MARS-AdamW, per-tensor clip alone",
         key="mars-adamw-local-clip",
         build=ours("mars-adamw", max_norm=None),
-    ),
-    _ours(
-        "mars-adamw",
-        "MARS-AdamW transport, both clips",
-        key="mars-adamw-transport",
-        build=ours("mars-adamw", correction="transport"),
-    ),
-    _ours(
-        "mars-m",
-        "MARS-M transport, both clips",
-        key="mars-m-transport",
-        build=ours("mars-m", correction="transport"),
     ),
     _ours(
         "soap",

@@ -26,11 +26,7 @@ from marsopt.profiling.gpt2 import param_groups, shapes
 from marsopt.profiling.machine import describe, one_line, seconds
 from train.errors import command
 
-RULES = {  # contender: its rule and correction
-    "MARS-AdamW": ("mars-adamw", "approximate"),
-    "MARS-AdamW, transport": ("mars-adamw", "transport"),
-    "Moonlight, transport": ("moonlight", "transport"),
-}
+RULES = {"MARS-AdamW": "mars-adamw", "Moonlight": "moonlight"}  # by contender
 TORCH = "torch.compile(AdamW.step)"
 
 
@@ -47,9 +43,9 @@ def first_step(name: str, num_layers: int, width: int, device: str) -> float:
     if name == TORCH:
         step = torch.compile(torch.optim.AdamW(params.values()).step)
     else:
-        rule, correction = RULES[name]
-        groups, options = param_groups(params, rule), dict(correction=correction)
-        step = MARS(groups, mars_type=rule, max_norm=1.0, compile=True, **options).step
+        rule = RULES[name]
+        groups = param_groups(params, rule)
+        step = MARS(groups, mars_type=rule, max_norm=1.0, compile=True).step
     return seconds(step, device)
 
 

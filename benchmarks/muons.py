@@ -74,6 +74,7 @@ def ours(mars_type: str, **options: float) -> Build:
             lr=LR,
             weight_decay=0.0,
             mars_type=mars_type,
+            ns_dtype=torch.bfloat16,
             collectives=MeshCollectives(mesh, max_buckets=NUM_BUCKETS),
             **options,
         )
@@ -86,7 +87,7 @@ def data_parallel(params: Params, mesh: DeviceMesh) -> Optimizer:
     collectives = DataParallel(mesh.get_group())
     return MARS(
         params.values(), lr=LR, weight_decay=0.0, mars_type="muon",
-        collectives=collectives,
+        ns_dtype=torch.bfloat16, collectives=collectives,
     )  # fmt: skip
 
 
@@ -96,7 +97,7 @@ def zero_redundancy(params: Params, mesh: DeviceMesh) -> Optimizer:
 
     return ZeroRedundancyOptimizer(
         list(params.values()), optimizer_class=MARS, lr=LR, weight_decay=0.0,
-        mars_type="muon",
+        mars_type="muon", ns_dtype=torch.bfloat16,
     )  # fmt: skip
 
 
@@ -205,8 +206,8 @@ CONTENDERS = [
         title="marsopt Muon, DataParallel",
         build=data_parallel,
         sharded=False,
-        note="not sharded: plain DDP, whose gradients every rank has whole; the new "
-        "parameters are all-gathered in float32",
+        note="not sharded: plain DDP, whose gradients every rank has whole; results of "
+        "Newton-Schulz are all-gathered in bfloat16",
     ),
     Contender(
         title="ZeroRedundancyOptimizer(MARS)",

@@ -1,4 +1,4 @@
-"""Newton-Schulz: error and time of every precision and form that is offered.
+"""Newton-Schulz: error and time of every precision that is offered.
 
     python -m benchmarks.newton_schulz [--device cuda] [--width 768] [--batch 12]
 
@@ -7,7 +7,7 @@ worst of three matrices of GPT-2's fc shape (4 width x width; no wider than 256,
 sake of float64), Gaussian and with singular values spread over logarithms down to 1e-4
 and 1e-8. Polar: the same of the distance from the exact polar factor, which is what
 polynomials differ in. Time: a list of matrices of the whole width, medians
-of interleaved rounds; the rate counts the operations that the form does. float16 is not
+of interleaved rounds; the rate counts the operations. float16 is not
 timed on a CPU.
 """
 
@@ -30,7 +30,6 @@ VARIANTS = {
     "bfloat16": NewtonSchulz(**BF16),
     "float16": NewtonSchulz(dtype=torch.float16),
     "float32": NewtonSchulz(**FP32),
-    "float32, Gram": NewtonSchulz(**FP32, gram=True),
     "bf16, Polar Express": NewtonSchulz(**BF16, coefficients="polar_express"),
 }
 SPECTRA = {"gaussian": None, "to 1e-4": 1e-4, "to 1e-8": 1e-8}
@@ -53,7 +52,7 @@ def errors(
     """Return the worst of three seeds: what rounding does, and the distance from the
     polar factor.
     """
-    exact = replace(ns, dtype=torch.float64, gram=False)
+    exact = replace(ns, dtype=torch.float64)
     worst = [0.0, 0.0]
     for seed in range(3):
         m = matrix(4 * width, width, smallest, seed)

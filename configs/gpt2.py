@@ -28,20 +28,16 @@ def optimizer(rule: str, lr: float, lr_1d: float, **options) -> MarsOptimizers.C
     )
 
 
-def recipe(
-    size: str, rule: str, suffix: str = "", *, variant: str = "", **options
-) -> MarsTrainer.Config:
-    """The configuration SIZE_RULE (OpenWebText) or SIZE_RULE_fw (FineWeb-Edu), or a
-    ``variant`` of it, with these ``options`` of ``MarsOptimizers.Config``.
-    """
+def recipe(size: str, rule: str, suffix: str = "") -> MarsTrainer.Config:
+    """The configuration SIZE_RULE (OpenWebText) or SIZE_RULE_fw (FineWeb-Edu)."""
     numbers, lr = SIZES[size], LR[rule][size]
     min_lr = numbers.min_lr / RULES[rule].min_lr_divisor
     return gpt2_recipe(
-        name=f"{size}_{rule}{variant}{suffix}",
+        name=f"{size}_{rule}{suffix}",
         shape=SHAPES[size],
         tokenizer="gpt2",
         data=DATA[suffix],
-        optimizer=optimizer(rule, lr, numbers.lr_1d, **options),
+        optimizer=optimizer(rule, lr, numbers.lr_1d),
         lr_scheduler=RateSchedule.Config(
             warmup_steps=2000, min_lr_factor=round(min_lr / lr, 12)
         ),

@@ -5,7 +5,6 @@ says why the recipe is ours.
 from __future__ import annotations
 
 from configs.gpt2 import recipe
-from configs.published import TRANSPORT_GAMMA
 from train.engine.trainer import MarsTrainer
 
 
@@ -137,34 +136,3 @@ def large_mars_shampoo() -> MarsTrainer.Config:
 def xl_mars_shampoo() -> MarsTrainer.Config:
     """1.56B, MARS-Shampoo: ours, at large's rates; planned, never trained."""
     return recipe("xl", "mars_shampoo")
-
-
-def _transport(rule: str) -> MarsTrainer.Config:
-    """The recipe of GPT-2 small by ``rule``, with its gradient taken ahead."""
-    options = dict(correction="transport", gamma=TRANSPORT_GAMMA)
-    return recipe("small", rule, variant="_transport", **options)
-
-
-def small_mars_adamw_transport() -> MarsTrainer.Config:
-    """124M, MARS-AdamW, transport: small_mars_adamw with our gamma, a guess."""
-    return _transport("mars_adamw")
-
-
-def small_mars_lion_transport() -> MarsTrainer.Config:
-    """124M, MARS-Lion, transport: small_mars_lion with our gamma, a guess."""
-    return _transport("mars_lion")
-
-
-def small_mars_shampoo_transport() -> MarsTrainer.Config:
-    """124M, MARS-Shampoo, transport: small_mars_shampoo with our gamma, a guess."""
-    return _transport("mars_shampoo")
-
-
-def small_mars_m_transport() -> MarsTrainer.Config:
-    """124M, MARS-M, transport: small_mars_m with our gamma, a guess."""
-    return _transport("mars_m")
-
-
-def small_moonlight_transport() -> MarsTrainer.Config:
-    """124M, Moonlight, transport: small_moonlight with our gamma, a guess."""
-    return _transport("moonlight")

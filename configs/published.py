@@ -87,6 +87,3 @@ ONE_RATE = (
     *("adamw", "nadamw", "lion", "moonlight", "mars_m"),
     *("soap", "mars_soap", "soap_muon", "mars_soap_muon"),
 )
-
-# Gamma with transport, of GPT-2 small: that of marsopt.for_model, a guess.
-TRANSPORT_GAMMA = 0.05

@@ -72,7 +72,7 @@ def tiny_muon() -> MarsTrainer.Config:
 
 def tiny_moonlight() -> MarsTrainer.Config:
     """Moonlight: embeddings by AdamW."""
-    return _tiny("tiny_moonlight", "moonlight", lr=6e-3)
+    return _tiny("tiny_moonlight", "moonlight", lr=1.2e-2)
 
 
 def tiny_soap() -> MarsTrainer.Config:
@@ -113,39 +113,3 @@ def tiny_mars_shampoo() -> MarsTrainer.Config:
 def tiny_mars_m() -> MarsTrainer.Config:
     """MARS-M: embeddings by AdamW."""
     return _tiny("tiny_mars_m", "mars_m", lr=6e-3)
-
-
-def _transport(rule: str, lr: float, gamma: float) -> MarsTrainer.Config:
-    """``rule`` with its gradient taken ahead."""
-    options = dict(correction="transport", gamma=gamma)
-    return _tiny(f"tiny_{rule}_transport", rule, lr, **options)
-
-
-def tiny_mars_adamw_transport() -> MarsTrainer.Config:
-    """MARS-AdamW, transport: exact MARS with one gradient."""
-    return _transport("mars_adamw", lr=6e-3, gamma=0.1)
-
-
-def tiny_mars_lion_transport() -> MarsTrainer.Config:
-    """MARS-Lion, transport: exact MARS with one gradient."""
-    return _transport("mars_lion", lr=5e-4, gamma=0.025)
-
-
-def tiny_mars_shampoo_transport() -> MarsTrainer.Config:
-    """MARS-Shampoo, transport: exact MARS with one gradient."""
-    return _transport("mars_shampoo", lr=3e-2, gamma=0.05)
-
-
-def tiny_mars_m_transport() -> MarsTrainer.Config:
-    """MARS-M, transport: exact MARS with one gradient."""
-    return _transport("mars_m", lr=1.2e-2, gamma=0.05)
-
-
-def tiny_mars_soap_transport() -> MarsTrainer.Config:
-    """MARS-SOAP, transport: exact MARS with one gradient."""
-    return _transport("mars_soap", lr=1.2e-2, gamma=0.05)
-
-
-def tiny_moonlight_transport() -> MarsTrainer.Config:
-    """Moonlight with its gradient taken ahead; Nesterov's term and decay stay."""
-    return _transport("moonlight", lr=1.2e-2, gamma=0.05)

@@ -1,4 +1,4 @@
-"""A whole training step in one CUDA graph: forward, backward and MARS with transport.
+"""A whole training step in one CUDA graph: forward, backward and MARS.
 
     python -m examples.cuda_graph
 
@@ -29,7 +29,6 @@ def build(
         lr=PEAK,
         lr_1d=PEAK,
         max_norm=1.0,
-        correction="transport",
         compile=compile,
     )
     for group in optimizer.param_groups:  # a number would be frozen by the capture
@@ -41,7 +40,7 @@ def schedule(optimizer: MARS, step: int) -> None:
     """Write the rates of this step: up, then down to nothing."""
     factor = min((step + 1) / 20, 1 - step / STEPS)
     for group in optimizer.param_groups:
-        group["lr"].fill_(group["base_lr"] * factor)
+        group["lr"].fill_(PEAK * factor)
 
 
 def training_step(model: nn.Module, optimizer: MARS, batch: list[Tensor]) -> Tensor:
@@ -64,15 +63,11 @@ def capture(model: nn.Module, optimizer: MARS, batch: list[Tensor]):
     return graph, loss
 
 
-def held_out(model: nn.Module, optimizer: MARS, batch: list[Tensor]) -> float:
-    """The loss of what is trained, outside of the graph: contents are exchanged there,
-    in place, and back.
-    """
-    optimizer.eval()
-    with torch.no_grad():
-        loss = nn.functional.mse_loss(model(batch[0]), batch[1]).item()
-    optimizer.train()
-    return loss
+@torch.no_grad()
+def held_out(model: nn.Module, batch: list[Tensor]) -> float:
+    """The loss on ``batch``, outside of the graph."""
+    inputs, labels = batch
+    return nn.functional.mse_loss(model(inputs), labels).item()
 
 
 def main() -> None:
@@ -107,7 +102,7 @@ def main() -> None:
                 graph, loss = capture(model, optimizer, batch)
             graph.replay()
         if step % 40 == 0 or step == STEPS - 1:
-            validated = held_out(model, optimizer, validation)
+            validated = held_out(model, validation)
             print(f"step {step:3}  loss {loss.item():.6f}  held-out {validated:.6f}")
     print(f"skipped {optimizer.num_skipped}")
 

@@ -25,9 +25,7 @@ def main() -> None:
     student = torch.nn.Sequential(
         torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4)
     )
-    rule = marsopt.mars(
-        mars_type="moonlight", correction="transport", gamma=0.05, max_norm=1.0
-    )
+    rule = marsopt.mars(mars_type="moonlight", max_norm=1.0)
 
     def loss(params, inputs, labels):
         leaves = params.unpack() if isinstance(params, FlatGroup) else params
@@ -57,7 +55,6 @@ def main() -> None:
             print(
                 f"step {step:3}  loss {value:.6f}  skipped {int(state.matrix.skipped)}"
             )
-    params = rule.iterate(params, state)  # the trained weights, from the points ahead
 
 
 if __name__ == "__main__":

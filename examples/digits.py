@@ -130,14 +130,11 @@ MODELS = {"vit": ViT, "resnet": ResNet}
 # ---- methods -------------------------------------------------------------------------
 
 # where each sweep starts, and what the optimizer is given
-TRANSPORT = dict(correction="transport")
 METHODS: dict[str, tuple[float, dict]] = {
     "adamw": (4e-3, dict(mars_type="adamw", betas=(0.9, 0.95))),
     "mars-adamw": (8e-3, dict(mars_type="mars-adamw")),
-    "mars-adamw-transport": (8e-3, dict(mars_type="mars-adamw", gamma=0.1) | TRANSPORT),
     "muon": (4e-2, dict(mars_type="muon")),
     "mars-m": (1.6e-2, dict(mars_type="mars-m")),
-    "mars-m-transport": (1.6e-2, dict(mars_type="mars-m", gamma=0.05) | TRANSPORT),
 }
 # the same with kernels left to AdamW
 TWO_DIMS = {f"{n}-2d": METHODS[n] for n in ("mars-adamw", "muon", "mars-m")}
@@ -201,10 +198,9 @@ def run(
         scheduler.step()
 
     model.eval()
-    optimizer.eval()  # with transport: x, which is trained, into the model
-    found = [evaluated(model, *split) for split in held_out]
-    optimizer.train()  # before any further training
-    (validation_loss, _), (test_loss, accuracy) = found
+    (validation_loss, _), (test_loss, accuracy) = (
+        evaluated(model, *split) for split in held_out
+    )
     return Outcome(validation_loss, test_loss, accuracy)
 
 

@@ -42,15 +42,15 @@ def llama3_8b_mars():
 
 def by_moonlight(config, *, lr: float, interval: int, compile: bool | None = None):
     """``config`` with Moonlight, and a checkpoint every ``interval`` steps."""
-    from marsopt.parallel.torchtitan import MarsCheckpointManager, default_mars
+    from torchtitan.components.checkpointer import CheckpointManager
+
+    from marsopt.parallel.torchtitan import default_mars
 
     config.optimizer = default_mars(lr=lr, weight_decay_1d=0.1, compile=compile)
     config.lr_scheduler.min_lr_factor = 0.1
-    # With transport, checkpoints hold the trained weights, not the points where
-    # gradients are taken. This replaces the model's settings of checkpoints: repeat
-    # those that you keep. By torchtitan's default the last one holds the model alone,
-    # and resumes nothing.
-    config.checkpoint = MarsCheckpointManager.Config(
+    # This replaces the model's settings of checkpoints: repeat those that you keep. By
+    # torchtitan's default the last one holds the model alone, and resumes nothing.
+    config.checkpoint = CheckpointManager.Config(
         interval=interval, last_save_model_only=False
     )
     return config

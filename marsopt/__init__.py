@@ -4,7 +4,6 @@ functional, compiled, sharded.
 
 from typing import TYPE_CHECKING
 
-from marsopt import interrupts as _interrupts  # noqa: F401  before torch
 from marsopt import testing as testing
 from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.named import mars, rule
@@ -13,11 +12,9 @@ from marsopt.functional.trees import FlatGroup
 from marsopt.optim.for_model import for_model
 from marsopt.optim.mars import MARS
 from marsopt.optim.param_groups import param_groups
-from marsopt.optim.protocols.svrg import Snapshot as _Snapshot  # noqa: F401  registers it
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.correction import Approximate, Correction
-from marsopt.rules.decay import LogTime
 from marsopt.rules.exact import Exact
 from marsopt.rules.lion import Lion, SignAverage
 from marsopt.rules.matrices import Matrices
@@ -26,8 +23,6 @@ from marsopt.rules.normuon import NorMuon
 from marsopt.rules.orthogonal import Orthogonal
 from marsopt.rules.registry import REGISTRY, NamedRule, register
 from marsopt.rules.soap import SOAP
-from marsopt.rules.svrg import SVRG
-from marsopt.rules.transport import Transport
 from marsopt.version import __version__
 
 if TYPE_CHECKING:
@@ -38,7 +33,6 @@ __all__ = [
     "MARS",
     "REGISTRY",
     "SOAP",
-    "SVRG",
     "AdamW",
     "Algorithm",
     "Approximate",
@@ -47,7 +41,6 @@ __all__ = [
     "Exact",
     "FlatGroup",
     "Lion",
-    "LogTime",
     "Matrices",
     "NamedRule",
     "NewtonSchulz",
@@ -55,7 +48,6 @@ __all__ = [
     "Orthogonal",
     "Rule",
     "SignAverage",
-    "Transport",
     "__version__",
     "for_model",
     "mars",

@@ -52,8 +52,10 @@ def check_component(
         ValueError: got {} from Forgetful.update, expected {'m': ((1, 4, 3), ...
     """
     if isinstance(component, Correction):
-        stack = _stack(Algorithm(preconditioner=Lion(), correction=component), shape)
-        return _check_kept(component, stack)
+        algorithm = Algorithm(preconditioner=Lion(), correction=component)
+        if algorithm.h_from == "step":
+            _check_next_h(component, _stack(algorithm, shape))
+        return
     if not isinstance(component, Preconditioner):
         raise TypeError(
             f"got {component!r}, expected a preconditioner or a correction: pass an "
@@ -70,12 +72,13 @@ def _stack(algorithm: Algorithm, shape: Sequence[int]) -> Stack:
     return group.stacks[0]
 
 
-def _check_kept(correction: Correction, stack: Stack) -> None:
-    what = f"{type(correction).__name__}.kept"
-    old = {k: stack.buffers[k] for k in correction.keeps if k in stack.buffers}
-    with _unwritten(what, old):
-        new = correction.kept(torch.zeros_like(stack.x), old)
-    _compare(what, new, old, [symbol for symbol in correction.written if symbol in old])
+def _check_next_h(correction: Correction, stack: Stack) -> None:
+    """Check the reference gradient of the next step."""
+    g, old = torch.zeros_like(stack.x), {"h": stack.buffers["h"]}
+    what = f"{type(correction).__name__}.next_h"
+    with _unwritten(what, {"g": g, **old}):
+        h = correction.next_h(g, old["h"])
+    _compare(what, {"h": h}, old, {"h"})
 
 
 def _check_update(stack: Stack) -> None:

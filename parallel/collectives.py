@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -13,16 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
 
 from marsopt.functional.collectives import (
     LOCAL,
     Collectives,
     MatrixParam,
-    NoResharding,
     Owned,
     OwnerBuffer,
     Request,
@@ -34,9 +31,9 @@ from marsopt.rules.matrices import row_numbers
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.preconditioner import MatrixCost, MatrixOutput
 
-from .agreement import Agreement
+from .agreement import check_equal
 from .cut import Cut, MatrixSpec, cut_of
-from .differences import by_rank, message
+from .data_parallel import DataParallel
 from .grid import Grid, grid_of, group_over
 from .layout_cache import LayoutCache
 from .placement import Placement, dim_of, onto_first, piece_of
@@ -56,7 +53,7 @@ class Partition(NamedTuple):
     gathered: list[int]  # by all ranks: cut by several axes or in strides, "replicate"
 
 
-class MeshCollectives(NoResharding):
+class MeshCollectives:
     """``marsopt.Collectives`` for DTensors: FSDP2, HSDP, and both with TP.
 
     A step sums norms over all ranks of the mesh: one all-reduce, or one for each axis
@@ -115,7 +112,6 @@ class MeshCollectives(NoResharding):
         self.mesh = mesh
         self._reductions: LayoutCache[list[Reduction]] = LayoutCache()
         self._partitions: LayoutCache[Partition] = LayoutCache()
-        self._agreement = Agreement()
 
     def __repr__(self) -> str:
         return f"MeshCollectives({self.mesh})"
@@ -188,38 +184,22 @@ class MeshCollectives(NoResharding):
             return None
         return tensor.device_mesh, tensor.placements
 
-    def invalidate(self) -> None:
-        """Let every FSDP module of this process gather its parameters again: a root
-        keeps them after a forward pass without a backward one, as in validation.
-        """
-        # nothing public leads from a parameter to the module that gathered it
-        _reshard(list(_composable_state._module_state_mapping))
-
     # ---- sum -----------------------------------------------------------------------
 
-    def sum(
-        self, sums: Tensor, leaves: Sequence[Tensor], digest: str | None = None
-    ) -> Tensor:
-        """Sum ``sums`` (len(leaves), K) over the shards of each leaf.
+    def sum(self, partial: Tensor, leaves: Sequence[Tensor]) -> Tensor:
+        """Sum ``partial`` (len(leaves), K) over the shards of each leaf.
 
         The all-reduce spans replicas, too. The first replica contributes the numbers,
         so that all ranks go on with the same ones; each other replica contributes NaN
         where its number is not finite, and else zero. Replicas are assumed to hold
         equal gradients, as FSDP2 leaves them.
 
-        Where ranks differ in ``digest``, the sums are NaN, and the step is void.
-
         Raises:
             RuntimeError: ranks hold different leaves, which the first call with a list
-                checks; or ``digest`` differs, which on a GPU a later call raises.
+                checks.
         """
-        reductions = self._reductions.of(leaves, (), self._find_reductions)
-        digests = None
-        if digest is not None and reductions:
-            self._agreement.check(digest)
-            num_ranks = math.prod(r.group.size() for r in reductions)
-            digests = self._agreement.digest_rows(digest, num_ranks, sums)
-        for reduction in reductions:
+        sums = partial
+        for reduction in self._reductions.of(leaves, (), self._find_reductions):
             part = sums
             if reduction.rows is not None:
                 part = sums[reduction.rows]
@@ -227,18 +207,13 @@ class MeshCollectives(NoResharding):
                 # another rank contributes, but NaN on this rank still propagates
                 silent = torch.where(torch.isfinite(part), 0.0, torch.nan)
                 part = torch.where(reduction.contributes[:, None], part, silent)
-            part = part.contiguous() if digests is None else torch.cat([part, digests])
+            part = part.contiguous()
             dist.all_reduce(part, group=reduction.group)
-            if digests is not None:
-                part, digests = part.split([len(part) - len(digests), len(digests)])
             if reduction.rows is None:
                 sums = part
             else:
                 sums = sums.index_copy(0, reduction.rows, part)
-        if digests is None or digest is None:
-            return sums
-        groups = (reduction.group for reduction in reductions)
-        return self._agreement.judged(sums, digests, num_ranks, digest, groups)
+        return sums
 
     @property
     def groups(self) -> list[ShardGroup]:
@@ -248,10 +223,6 @@ class MeshCollectives(NoResharding):
         partitions = self._partitions.every()
         return [group for partition in partitions for group, _ in partition.groups]
 
-    def check_ranks_agree(self, digest: str) -> None:
-        """Raise where the host knows that ranks differed in a ``sum`` on a GPU."""
-        self._agreement.check(digest)
-
     def _find_reductions(self, leaves: Sequence[Tensor]) -> list[Reduction]:
         """Return the all-reduces of ``sum`` for one list of leaves."""
         places = self._places("sum", leaves)
@@ -259,40 +230,30 @@ class MeshCollectives(NoResharding):
 
     # ---- agreement -----------------------------------------------------------------
 
-    def _places(self, verb: object, leaves: Sequence[Tensor]) -> list[Placement]:
+    def _places(self, request: object, leaves: Sequence[Tensor]) -> list[Placement]:
         """Return where leaves lie, after a check that all ranks hold the same."""
         places = [Placement.of(leaf) for leaf in leaves]
         pairs = zip(leaves, places, strict=True)
-        laid_out = [
-            f"tensor {i}={(*x.shape, x.dtype, p.common)}"
-            for i, (x, p) in enumerate(pairs)
-        ]
-        self.agree(", ".join([f"verb={verb}", *laid_out]))
+        laid_out = {
+            f"tensor {i}": (tuple(x.shape), x.dtype, place.common)
+            for i, (x, place) in enumerate(pairs)
+        }
+        self.agree({"request": request, **laid_out})
         return places
 
-    def agree(self, what: str, params: Sequence[tuple[Tensor, str]] = ()) -> None:
-        """Raise unless ``what`` and the options of planning are equal on all ranks of
+    def agree(
+        self, values: Mapping[str, object], params: Sequence[tuple[Tensor, str]] = ()
+    ) -> None:
+        """Raise unless ``values`` and the options of planning are equal on all ranks of
         the mesh. Collectives over different lists would hang, or add what does not
         belong together.
 
         Raises:
             RuntimeError: on every rank, where they differ.
         """
-        text = f"{what}, {self._options}, mesh={tuple(self.mesh.shape)}"
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
-        ends = torch.tensor([digest, -digest], device=self.mesh.device_type)
-        groups = self.mesh.get_all_groups()  # so that no rank waits for ever
-        for group in groups:
-            dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
-        if ends[0] != -ends[1]:
-            raise RuntimeError(
-                message(
-                    "got models, param groups or options that differ between the ranks "
-                    "({}), expected the same everywhere: build them, and the "
-                    "collectives, from equal arguments on every rank",
-                    by_rank(text, groups),
-                )
-            )
+        own = {**self._options, "mesh": tuple(self.mesh.shape)}
+        groups = self.mesh.get_all_groups()
+        check_equal({**values, **own}, groups, self.mesh.device_type)
 
     # ---- whole matrices ------------------------------------------------------------
 
@@ -448,20 +409,18 @@ class MeshCollectives(NoResharding):
 
 def collectives_of(model: nn.Module) -> Collectives:
     """Return the collectives for a step of ``model``: over its mesh (FSDP2, HSDP, TP),
-    or LOCAL where it has none. Under DDP every rank then takes the whole step.
+    over the ranks of DistributedDataParallel, or LOCAL where it has neither.
 
     After a forward pass without a backward one FSDP's root holds its parameters whole.
     This makes them shards again, for which an optimizer is made.
     """
-    _reshard(model.modules())
-    return over_meshes(model.parameters())
-
-
-def _reshard(modules: Iterable[nn.Module]) -> None:
-    """Let FSDP's modules free the whole parameters that they have gathered."""
-    for module in modules:
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    called = getattr(model, "_orig_mod", model)  # of torch.compile
+    if isinstance(called, DistributedDataParallel):
+        return DataParallel(called.process_group)
+    return over_meshes(model.parameters())
 
 
 def over_meshes(params: Iterable[Tensor]) -> Collectives:

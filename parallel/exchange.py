@@ -1,4 +1,4 @@
-"""Innermost: one all-to-all of tensors, as flat buffers."""
+"""Innermost: one all-to-all, or one all-gather, of tensors as flat buffers."""
 
 from __future__ import annotations
 
@@ -91,4 +91,41 @@ class Exchange:
         self._work.wait()
         self._work = self._leaving = None  # gloo's work would keep it
         parts = self._arriving.split(self._sizes)
+        return [from_words(p, s) for p, s in zip(parts, self._specs, strict=True)]
+
+
+class Gather:
+    """An asynchronous all-gather, launched by the constructor.
+
+    Tensors travel flat, padded to the rank that sends most.
+
+    Args:
+        sent: the tensors that this rank sends to all.
+        specs: those that each rank sends.
+        words, group: as in ``Exchange``.
+    """
+
+    def __init__(
+        self,
+        sent: Sequence[Tensor],
+        specs: Sequence[Sequence[TensorSpec]],
+        words: Tensor,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._specs = specs
+        most = max(sum(s.num_words(words.dtype) for s in part) for part in specs)
+        self._width = max(1, most)
+        flat = [to_words(x, words.dtype) for x in sent]
+        padding = words.new_zeros(self._width - sum(map(len, flat)))
+        self._leaving: Tensor | None = torch.cat([*flat, padding])
+        self._arriving = words.new_empty(len(specs) * self._width)
+        self._work = all_gather(
+            self._arriving, self._leaving, group=group, async_op=True
+        )
+
+    def wait(self) -> list[list[Tensor]]:
+        """Wait, and return the tensors from each rank. May be called once."""
+        self._work.wait()
+        self._work = self._leaving = None
+        parts = self._arriving.split(self._width)
         return [from_words(p, s) for p, s in zip(parts, self._specs, strict=True)]

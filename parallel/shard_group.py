@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from marsopt.functional.collectives import Request, precondition_matrices
 from marsopt.rules.preconditioner import MatrixCost, MatrixOutput
 
-from .exchange import Exchange, TensorSpec, all_gather, from_words, to_words
+from .exchange import Exchange, Gather, Shape, TensorSpec
 from .planner import Matrix, Plan, plan
 
 
@@ -89,8 +89,7 @@ class ShardGroup:
         exchanges = self._exchanges[self._replica]
         kept: dict[int, tuple[Tensor | None, ...] | None] = {}
         wides = [
-            _widest([requests[i] for part in owned for i in part])
-            for owned in exchanges
+            widest([requests[i] for part in owned for i in part]) for owned in exchanges
         ]
         for owned, wide in zip(exchanges, wides, strict=True):
             with record_function("marsopt: exchange"):
@@ -135,18 +134,15 @@ class ShardGroup:
         shards = {}
         for owned, arriving in zip(exchanges, back, strict=True):
             for part, tensors in zip(owned, arriving.wait(), strict=True):
-                rest = iter(tensors)
-                for i in part:
-                    num_rows = len(requests[i].preconditioner.row_outputs)
-                    shard = next(rest).to(requests[i].factor_dtype)
-                    rows = tuple(next(rest) for _ in range(num_rows))
-                    shards[i] = MatrixOutput(shard, rows, kept.get(i, ()))
+                found = results_in(tensors, [requests[i] for i in part])
+                for i, shard in zip(part, found, strict=True):
+                    shards[i] = shard._replace(owned=kept.get(i, ()))
         return shards
 
     # ---- what travels: a matrix, and numbers of its rows where these are cut ---------
 
     def _to_owner(self, i: int, request: Request, words: torch.dtype) -> list[Tensor]:
-        shard, wide = request.input, _row_dtype(request, words)
+        shard, wide = request.input, row_dtype(request, words)
         rows = shard.rows if self.matrices[i].dim == 0 else ()
         return [shard.matrix.to(words), *(r.to(wide) for r in rows)]
 
@@ -154,7 +150,7 @@ class ShardGroup:
         self, rank: int, i: int, request: Request, words: torch.dtype
     ) -> list[TensorSpec]:
         """Return the shapes and dtypes that a rank sends of a matrix to its owner."""
-        shape, wide = self._shapes[i][rank], _row_dtype(request, words)
+        shape, wide = self._shapes[i][rank], row_dtype(request, words)
         rows = request.input.rows if self.matrices[i].dim == 0 else ()
         return [TensorSpec(shape, words), *(TensorSpec(shape[:1], wide) for _ in rows)]
 
@@ -182,7 +178,7 @@ class ShardGroup:
         self, i: int, request: Request, whole: MatrixOutput, words: torch.dtype
     ) -> list[list[Tensor]]:
         """Return the parts of its result that a matrix's owner sends to each rank."""
-        dim, wide = self.matrices[i].dim, _row_dtype(request, words)
+        dim, wide = self.matrices[i].dim, row_dtype(request, words)
         sizes = [shape[dim] for shape in self._shapes[i]]
         parts = [[part] for part in whole.matrix.to(words).split(sizes, dim)]
         for r in whole.rows:
@@ -195,9 +191,7 @@ class ShardGroup:
 
     def _back(self, i: int, request: Request, words: torch.dtype) -> list[TensorSpec]:
         """Return the shapes and dtypes that the owner of a matrix sends here."""
-        shape, wide = self._shapes[i][self._rank], _row_dtype(request, words)
-        num_rows = len(request.preconditioner.row_outputs)
-        return [TensorSpec(shape, words), *[TensorSpec(shape[:1], wide)] * num_rows]
+        return result_specs(request, self._shapes[i][self._rank], words)
 
     # ---- replicas --------------------------------------------------------------------
 
@@ -207,7 +201,7 @@ class ShardGroup:
         """Send the results of this replica's owners to all replicas: one padded
         all-gather.
         """
-        words = self._cost.returned(_widest(requests))
+        words = self._cost.returned(widest(requests))
         shares = [
             [i for owned in exchanges for part in owned for i in part]
             for exchanges in self._exchanges
@@ -216,39 +210,52 @@ class ShardGroup:
             [spec for i in share for spec in self._back(i, requests[i], words)]
             for share in shares
         ]
-        widest = max(sum(spec.num_words(words) for spec in part) for part in specs)
-        like = requests[0].input.matrix
-        flat = torch.zeros(widest, dtype=words, device=like.device)
-        if results:
-            packed = torch.cat(
-                [
-                    to_words(x, words)
-                    for i in shares[self._replica]
-                    for x in (results[i].matrix.to(words), *results[i].rows)
-                ]
-            )
-            flat[: len(packed)] = packed
-        everyone = flat.new_empty(len(shares) * widest)
-        all_gather(everyone, flat, group=self._replicas)
+        like = requests[0].input.matrix.new_empty(0, dtype=words)
+        mine = [
+            x
+            for i in (shares[self._replica] if results else [])
+            for x in (results[i].matrix.to(words), *results[i].rows)
+        ]
+        assert self._replicas is not None
+        everyone = Gather(mine, specs, like, self._replicas).wait()
         shards = {}
-        for share, row, part in zip(
-            shares, everyone.view(len(shares), widest), specs, strict=True
-        ):
-            rest = iter(from_words(row, part))
-            for i in share:
-                shard = next(rest).to(requests[i].factor_dtype)
-                num_rows = len(requests[i].preconditioner.row_outputs)
-                rows = tuple(next(rest) for _ in range(num_rows))
+        for share, tensors in zip(shares, everyone, strict=True):
+            found = results_in(tensors, [requests[i] for i in share])
+            for i, shard in zip(share, found, strict=True):
                 owned = results[i].owned if i in results else ()
-                shards[i] = MatrixOutput(shard, rows, owned)
+                shards[i] = shard._replace(owned=owned)
         return shards
 
 
-def _widest(requests: Sequence[Request]) -> torch.dtype:
+def widest(requests: Sequence[Request]) -> torch.dtype:
+    """Return the dtype that holds the matrices of all requests."""
     dtypes = (r.input.matrix.dtype for r in requests)
     return reduce(torch.promote_types, dtypes)
 
 
-def _row_dtype(request: Request, words: torch.dtype) -> torch.dtype:
+def row_dtype(request: Request, words: torch.dtype) -> torch.dtype:
     """Return the dtype of numbers of rows on their way, in which they are exact."""
     return torch.promote_types(request.factor_dtype, words)
+
+
+def result_specs(
+    request: Request, shape: Shape, words: torch.dtype
+) -> list[TensorSpec]:
+    """Return the shapes and dtypes in which a result of this shape travels."""
+    rows = TensorSpec(shape[:1], row_dtype(request, words))
+    num_rows = len(request.preconditioner.row_outputs)
+    return [TensorSpec(shape, words), *[rows] * num_rows]
+
+
+def results_in(
+    tensors: Sequence[Tensor], requests: Sequence[Request]
+) -> list[MatrixOutput]:
+    """Return the results of requests, without owners' buffers, from the tensors that
+    have traveled.
+    """
+    rest, results = iter(tensors), []
+    for request in requests:
+        matrix = next(rest).to(request.factor_dtype)
+        rows = tuple(next(rest) for _ in request.preconditioner.row_outputs)
+        results.append(MatrixOutput(matrix, rows))
+    return results

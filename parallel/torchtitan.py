@@ -11,8 +11,7 @@ No other file of the library imports torchtitan.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
@@ -22,14 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
-from torchtitan.components.checkpointer import OPTIMIZER, CheckpointManager
 
 from marsopt import MARS
-from marsopt.functional.routing import all_hyperparameters
-from marsopt.optim.for_model import GAMMA
+from marsopt.functional.routing import all_hyperparameters, of_adamw
 from marsopt.optim.roles import NAMES
 from marsopt.rules import checks
-from marsopt.rules.decay import from_text
 from marsopt.rules.hyperparameters import check_names
 from marsopt.rules.registry import named
 
@@ -55,14 +51,12 @@ def build_mars(groups: Iterable[dict[str, Any]], **options: Any) -> MARS:
     Args:
         groups: what torchtitan makes of ``ParamGroupConfig``. Options of the whole
             optimizer may stand in them, where all that name one agree.
-        options: arguments of ``MARS``; dtypes by name, too, and decays as text
-            ("LogTime(10)").
+        options: arguments of ``MARS``; dtypes by name, too.
 
     Raises:
         TypeError: a group is no dict with "params".
         ValueError: two groups, or a group and ``options``, disagree about an option of
-            the whole optimizer; a dtype that torch does not have, a text that spells no
-            decay.
+            the whole optimizer; a dtype that torch does not have.
     """
     return MARS(**_arguments(groups, options))
 
@@ -109,12 +103,10 @@ def _whole() -> list[str]:
 
 
 def _from_text(options: dict[str, Any]) -> dict[str, Any]:
-    """Return ``options`` with dtypes and decays in place of their names."""
+    """Return ``options`` with dtypes in place of their names."""
     resolved = dict(options)
     for line in all_hyperparameters().values():
         name = options.get(line.name)
-        if line.is_number and line.name in options:
-            resolved[line.name] = from_text(name)
         if line.is_dtype and isinstance(name, str):
             resolved[line.name] = getattr(torch, name, None)
             if not isinstance(resolved[line.name], torch.dtype):
@@ -135,10 +127,6 @@ class MarsOptimizersContainer(OptimizersContainer):
         )
 
     on main as ``MarsOptimizer.Config(pattern=...)``.
-
-    With transport, ``MarsCheckpointManager`` saves the trained parameters. torchtitan's
-    validator sees them inside of ``with trainer.optimizers.evaluating():``. The EMA of
-    its main averages the points ahead.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -174,30 +162,6 @@ class MarsOptimizersContainer(OptimizersContainer):
         present = [config for config, count in pairs if count]
         return OptimizersContainer._build_param_groups(model, present, impl_kwargs)
 
-    @property
-    def every_mars(self) -> list[MARS]:
-        """Return those that are MARS: one per part of the model."""
-        return [o for o in self.optimizers if isinstance(o, MARS)]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torchtitan calls it before the forward passes of a step, in train mode: a
-        loaded checkpoint is in eval mode.
-        """
-        for mars in self.every_mars:
-            mars.train()
-        super().zero_grad(set_to_none)
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Let the model hold the iterates, not the points ahead of them, meanwhile."""
-        for mars in self.every_mars:
-            mars.eval()
-        try:
-            yield
-        finally:
-            for mars in self.every_mars:
-                mars.train()
-
 
 if BaseOptimizer is not None:
 
@@ -232,30 +196,6 @@ if BaseOptimizer is not None:
             MARS.__init__(self, **_arguments(groups, whole))
 
 
-class MarsCheckpointManager(CheckpointManager):
-    """torchtitan's manager of checkpoints; with transport the model in them is the one
-    that is trained, and the state belongs to it. Loading is torchtitan's, by DCP, which
-    runs code that a checkpoint names: load only those that you trust.
-
-    Its ``Config`` replaces the model's own settings of checkpoints: repeat those that
-    you keep. To resume from the last checkpoint, too, give
-    ``last_save_model_only=False``.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(CheckpointManager.Config):
-        pass
-
-    def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Save as torchtitan does, in eval mode until all is staged."""
-        if not self._should_save(curr_step, last_step):
-            return False
-        with self.states[OPTIMIZER].evaluating():
-            saved = super()._save(curr_step, last_step)
-            self.maybe_wait_for_staging()
-        return saved
-
-
 def default_mars(
     lr: float = 3e-3, mars_type: str = "moonlight", **options: Any
 ) -> MarsOptimizersContainer.Config:
@@ -268,8 +208,7 @@ def default_mars(
     Args:
         lr: learning rate of everything; of what AdamW moves, ``lr_1d`` if given.
         mars_type: a name in ``marsopt.REGISTRY``.
-        options: other arguments of ``MARS``, dtypes by name, too. As in ``for_model``,
-            ``gamma`` is 0.05 with ``correction="transport"`` unless given.
+        options: other arguments of ``MARS``, dtypes by name, too.
 
     Raises:
         TypeError: an option that ``MARS`` does not have.
@@ -305,17 +244,17 @@ def _numbers(
     """
     known = {**all_hyperparameters(), **signature(MARS).parameters}
     check_names(options, known, "marsopt.MARS")
-    if options.get("correction") == "transport":
-        options = {"gamma": GAMMA} | options
-    defaults = dict(lr_1d=lr, betas_1d=(0.9, 0.95), weight_decay_1d=0.0)
+    defaults: dict[str, Any] = dict(lr_1d=lr, weight_decay_1d=0.0)
+    if options.get("log_time") is None:  # which has betas of its own
+        defaults["betas_1d"] = (0.9, 0.95)
     options = {k: v for k, v in options.items() if k not in defaults or v is not None}
     options, whole = defaults | options, _whole()
     per_group = {k: v for k, v in options.items() if k not in whole}
     layers = dict(mars_type=mars_type, lr=lr, matrices="batched") | per_group
-    beside = named(mars_type).fallback_group(options)
-    if options.get("nesterov_1d") is None:
-        del beside["nesterov"]  # DCP misses keys that were not saved
-    beside |= {k: v for k, v in options.items() if k == "eps"}
+    row = named(mars_type)
+    given = {k: v for k, v in layers.items() if v is not None}
+    log_time = row.log_time_defaults(given.get("log_time"))
+    beside = of_adamw({**row.hyperparameters, **log_time, **given})
     return beside, layers, {k: v for k, v in options.items() if k in whole} | {"lr": lr}
 
 

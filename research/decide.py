@@ -1,9 +1,10 @@
-"""What the studies of research.log_time have shown so far, and what the rule says.
+"""What the studies of research.warm_up have shown so far, and what the rule says.
 
     python -m research.decide
 
-Prints a table for each setting, the steps saved at small, and the decision. The rule
-stands in research/study.md, "Memory that grows: predictions".
+Prints a table for each setting, in which every method has its best warm-up, and the
+decision. The rule stands in research/study.md, "What pays, beside its strongest
+control".
 """
 
 from __future__ import annotations
@@ -13,46 +14,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-from research import log_time, studies
-from research.compare.results import LEADS, Entry, entries
+from research import studies
+from research.compare.results import LEADS
+from research.compare.search import Found
+from research.compare.study import Study
+from research.warm_up import CONTROL_OF, GROWING, MOONLIGHT, PLACES, WARM_UPS, study
 from train.errors import command
 
-STORED = (  # searched controls that older stores have
-    *("NAdamW", "transport", "Moonlight", "Moonlight, transport", "for_model"),
-    *("SOAP-Muon", "SOAP-Muon, transport"),
-)
 FEW = 4  # seeds, below which the deviation of differences is pooled
+AT_LEAST = 4  # settings, without which nothing is decided
 Losses = Mapping[str, Mapping[int, float]]  # final, by title and seed
-
-
-@dataclass(frozen=True)
-class Question:
-    """What a rule decides.
-
-    Args:
-        references: titles that a contender has to be ahead of.
-        contenders: by title, whether it has modes (``eval()`` and ``train()``).
-        else_: what is the default where no contender passes.
-    """
-
-    references: tuple[str, ...]
-    contenders: Mapping[str, bool]
-    else_: str
-
-
-ELEMENTWISE = {
-    "AdamW, log time": False,
-    "AdamW, log time, transport": True,
-    "ADANA": False,
-}
-QUESTIONS = {
-    "for_model": Question(
-        ("for_model", "Moonlight"),
-        ELEMENTWISE | {"Moonlight, log time": False},
-        "Moonlight with correction=None",
-    ),
-    "MARS-AdamW's snippet": Question(("transport", "NAdamW"), ELEMENTWISE, "NAdamW"),
-}
 
 
 @dataclass(frozen=True)
@@ -106,187 +77,130 @@ def _difference(own: Sequence[float], pooled: float | None) -> Difference:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """In how many settings a contender stands how, by the rule."""
-
-    ahead: int  # of all references
-    behind: int  # of one of them
-    settings: int
-
-    @property
-    def passes(self) -> bool:
-        """Return whether it may become the default."""
-        enough = self.settings > 0 and 3 * self.ahead >= 2 * self.settings
-        return enough and not self.behind
-
-
-def standing(
-    settings: Iterable[Losses], contender: str, references: Sequence[str]
-) -> Standing:
-    """Return a contender's standing in the settings that have it and all references."""
-    ahead = behind = num = 0
-    for losses in settings:
-        if not {contender, *references} <= losses.keys():
-            continue
-        sides = [differences(losses, r)[contender].side for r in references]
-        num += 1
-        ahead += all(side == "ahead" for side in sides)
-        behind += "behind" in sides
-    return Standing(ahead, behind, num)
-
-
-def winner(settings: Sequence[Losses], question: Question) -> str | None:
-    """Return the contender that the rule makes the default; None = none passes.
-
-    Of those with modes, and of those without, the one with the lowest mean loss stands
-    for its kind. The one without modes wins, unless the other is ahead of it by 2.5
-    errors in half of the settings.
-    """
-    passing = [
-        title
-        for title in question.contenders
-        if standing(settings, title, question.references).passes
-    ]
-    kinds = [
-        [title for title in passing if question.contenders[title] is has_modes]
-        for has_modes in (False, True)
-    ]
-    best = [
-        min(kind, key=lambda t: _level(settings, t), default=None) for kind in kinds
-    ]
-    plain, moded = best
-    if plain is None or moded is None:
-        return plain or moded
-    against = standing(settings, moded, (plain,))
-    return moded if 2 * against.ahead >= against.settings else plain
-
-
-def _level(settings: Iterable[Losses], title: str) -> float:
-    """Return a title's mean over settings of its mean loss."""
-    return mean(mean(losses[title].values()) for losses in settings if title in losses)
-
-
-def steps_saved(
-    mine: Mapping[int, float], at: int, control: Mapping[int, Mapping[int, float]]
-) -> tuple[float, float | None] | None:
-    """Return the share of steps that a method saves, with its error over seeds.
-
-    The control's loss between two horizons lies on a line in the logarithm of steps.
+class Judged:
+    """A place's searches, and the runs at their best points.
 
     Args:
-        mine: the method's final loss by seed.
-        at: steps of its runs.
-        control: final losses by horizon and seed.
+        study: with a method for each contender and warm-up.
+        losses: final, by a run's key.
     """
-    shares = []
-    for seed, loss in mine.items():
-        points = [(math.log(t), own[seed]) for t, own in control.items() if seed in own]
-        points.sort()
-        for (x, high), (y, low) in zip(points, points[1:], strict=False):
-            if low <= loss <= high and low < high:
-                needed = x + (y - x) * (high - loss) / (high - low)
-                shares.append(1 - at / math.exp(needed))
-                break
-    if len(shares) < len(mine) or not shares:
-        return None  # beyond the control's horizons
-    error = stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None
-    return mean(shares), error
 
+    study: Study
+    losses: Mapping[str, float]
 
-# ---- from the stores, as tables ------------------------------------------------------
+    def search(self, title: str) -> Found:
+        """Return how far a method's search is."""
+        return self.study.search(title, self.losses)
 
-
-def found(name: str) -> dict[str, Entry]:
-    """Return the judged methods of a place, best first; nothing without a store."""
-    store = studies.stored(f"log_time_{name}")
-    every = entries(log_time.study(name), store)
-    return {entry.title: entry for entry in every}
-
-
-def losses_of(judged: Mapping[str, Entry]) -> Losses:
-    """Return the final losses."""
-    return {title: entry.by_seed for title, entry in judged.items()}
-
-
-def stored(name: str) -> dict[str, Entry]:
-    """Return the searched controls of the same setting, of an older store."""
-    study = log_time.PLACES[name].stored
-    if study is None:
-        return {}
-    every = entries(getattr(studies, study)(), studies.stored(study))
-    return {f"{e.title} ({study}, stored)": e for e in every if e.title in STORED}
-
-
-def table(name: str, judged: Mapping[str, Entry], old: Mapping[str, Entry]) -> str:
-    """Return a setting's table: of its runs, then of stored controls."""
-    references = ("for_model", "Moonlight", "NAdamW", "transport")
-    losses = losses_of({**judged, **old})
-    to = {reference: differences(losses, reference) for reference in references}
-    place = log_time.PLACES[name]
-    lines = [
-        f"### {place.title}",
-        "",
-        f"| method | lr | loss | seeds | to {' | to '.join(references)} |",
-        "|---|---|---|---|" + "---|" * len(references),
-    ]
-    for title, entry in {**judged, **old}.items():
-        seeds = f"{len(entry.losses)}" + " so far" * bool(entry.num_missing)
-        edge = "" if math.isfinite(entry.inside) else ", at an edge"
-        cells = [title, f"{entry.values.get('lr', math.nan):.4g}{edge}"]
-        cells += [f"{entry.mean:.4f}", seeds]
-        cells += [str(to[r].get(title, "")) for r in references]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def savings(judged: Mapping[str, Mapping[str, Entry]]) -> str:
-    """Return the table of steps saved at small."""
-    lengths = {name: int(name) for name in judged if name.isdigit()}
-    lines = ["### Steps saved at small", "", "| method | control | steps | saved |"]
-    lines.append("|---|---|---|---|")
-    for control in ("AdamW", "NAdamW", "Moonlight"):
-        horizons = {
-            steps: judged[name][control].by_seed
-            for name, steps in lengths.items()
-            if control in judged[name]
+    def best(self, titles: Sequence[str]) -> dict[str, str]:
+        """Return by contender its method of the lowest mean loss over the seeds of the
+        search, among the warm-ups with which all of them have been searched to the end;
+        nothing without one.
+        """
+        ends = [
+            end
+            for end in WARM_UPS
+            if all(not self.search(title + end).wanted for title in titles)
+        ]
+        lowest = {
+            title + end: min(self.search(title + end).losses.values())
+            for title in titles
+            for end in ends
         }
-        for name, steps in sorted(lengths.items(), key=lambda pair: pair[1]):
-            for title, entry in judged[name].items():
-                share = steps_saved(entry.by_seed, steps, horizons)
-                if title == control or share is None:
-                    continue
-                error = "" if share[1] is None else f" ± {share[1]:.0%}"
-                lines.append(
-                    f"| {title} | {control} | {steps} | {share[0]:.0%}{error} |"
-                )
+        every = {title: [title + end for end in ends] for title in titles if ends}
+        return {title: min(own, key=lowest.__getitem__) for title, own in every.items()}
+
+    def by_seed(self, title: str) -> dict[int, float]:
+        """Return the final losses of the seeds that did not choose a method's point."""
+        runs = self.study.seeds(title, self.search(title))
+        return {r.seed: self.losses[r.key] for r in runs if r.key in self.losses}
+
+    def is_complete(self, title: str) -> bool:
+        """Return whether a method's search and all its seeds have been run."""
+        return not self.study.wanted(title, self.losses)
+
+
+def judged(name: str) -> Judged:
+    """Return what the store has of a place."""
+    return Judged(study(name), studies.stored(f"warm_up_{name}").losses)
+
+
+def difference(place: Judged) -> Difference | None:
+    """Return the difference of growing memory to Moonlight, each with its best warm-up;
+    None where one of the two lacks runs.
+    """
+    best = place.best((MOONLIGHT, GROWING))
+    if not best or not all(map(place.is_complete, best.values())):
+        return None
+    ended = [t for t in place.study.methods if place.is_complete(t)]
+    losses = {title: place.by_seed(title) for title in ended}
+    return differences(losses, best[MOONLIGHT])[best[GROWING]]
+
+
+def decision(found: Iterable[Difference]) -> str:
+    """Return what the rule says of the settings that have been judged."""
+    sides = [one.side for one in found]
+    ahead, behind = sides.count("ahead"), sides.count("behind")
+    said = f"ahead in {ahead} of {len(sides)}, behind in {behind}"
+    if len(sides) < AT_LEAST:
+        return f"{said}: too few settings, Moonlight stays"
+    grows = 2 * ahead >= len(sides) and not behind
+    return f"{said}: {f'{GROWING} becomes' if grows else 'Moonlight stays'} the default"
+
+
+# ---- as tables -----------------------------------------------------------------------
+
+
+def table(name: str, place: Judged) -> str:
+    """Return a place's table: each contender at each warm-up, its best one bold, and
+    the best one's difference to its control at its own best.
+    """
+    contenders = [t for t in PLACES[name].contenders if place.best((t,))]
+    best = {title: place.best((title,))[title] for title in contenders}
+    losses = {t: by_seed for t in best.values() if (by_seed := place.by_seed(t))}
+    lines = [f"### {place.study.title}", ""]
+    lines += [
+        "| method | warm-up | learning rate | search | loss | seeds | to control |"
+    ]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for title in contenders:
+        control = best.get(CONTROL_OF.get(title, "NAdamW"), "")
+        for end in WARM_UPS:
+            if place.search(title + end).wanted:
+                continue
+            is_best = best[title] == title + end
+            to = differences(losses, control).get(title + end) if is_best else None
+            cells = [f"**{title}**" if is_best else title, *_cells(place, title + end)]
+            lines.append(f"| {' | '.join([*cells, '' if to is None else str(to)])} |")
     return "\n".join(lines)
 
 
-def decision(judged: Mapping[str, Mapping[str, Entry]]) -> str:
-    """Return what the rule says of the settings that are there."""
-    settings = [losses_of(own) for own in judged.values()]
-    lines = ["### The rule", ""]
-    for name, question in QUESTIONS.items():
-        lines.append(f"| {name}: contender | ahead | behind | settings | passes |")
-        lines.append("|---|---|---|---|---|")
-        for title in question.contenders:
-            own = standing(settings, title, question.references)
-            cells = [title, own.ahead, own.behind, own.settings, own.passes]
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-        default = winner(settings, question) or question.else_
-        lines += ["", f"So far the default would be: {default}.", ""]
-    left = [name for name in log_time.PLACES if not judged.get(name)]
-    lines.append(f"Settings without a run: {', '.join(left) or 'none'}.")
-    return "\n".join(lines)
+def _cells(place: Judged, title: str) -> list[str]:
+    method, found = place.study.methods[title], place.search(title)
+    warmup = method.recipe.get("warmup", place.study.setting.warmup)
+    edge = "" if math.isfinite(found.inside(method.axes)) else ", at an edge"
+    losses = [*place.by_seed(title).values()]
+    loss = f"{mean(losses):.4f}" if losses else ""
+    lowest = min(found.losses.values())
+    cells = [f"{warmup:.0%}", f"{found.best[0]:.4g}{edge}", f"{lowest:.4f}", loss]
+    return [*cells, f"{len(losses)} of {method.num_seeds}"]
 
 
 def main() -> None:
     """Print all tables."""
-    judged = {name: found(name) for name in log_time.PLACES}
-    judged = {name: own for name, own in judged.items() if own}
-    for name, own in judged.items():
-        print(f"\n{table(name, own, stored(name))}")
-    print(f"\n{savings(judged)}\n\n{decision(judged)}")
+    found = {}
+    for name, place in PLACES.items():
+        own = judged(name)
+        print(f"\n{table(name, own)}")
+        if place.is_judged:
+            found[name] = difference(own)
+    print("\n### The rule\n")
+    for name, one in found.items():
+        said = (
+            "not judged" if one is None else f"{one} over {one.num} seeds: {one.side}"
+        )
+        print(f"- {PLACES[name].title}: {said}")
+    print(f"\nLog time is {decision(d for d in found.values() if d is not None)}.")
 
 
 if __name__ == "__main__":

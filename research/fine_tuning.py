@@ -26,7 +26,13 @@ from torch import Tensor, nn
 from research.compare import plain
 from research.compare.search import Axis
 from research.compare.study import Method, Run, Study
-from research.studies import ELEMENTWISE, SEEDS, SMALL, SMALL_BEST, Recipe
+from research.studies import (
+    ELEMENTWISE,
+    SEEDS,
+    SMALL,
+    SMALL_MOONLIGHT_LR,
+    Recipe,
+)
 from train.errors import UserError, check_least
 from train.files import write_json
 from train.gpt2 import GPT2
@@ -35,7 +41,7 @@ __all__ = ["fine_tuning", "fine_tuning_adamw", "fine_tuning_lora"]
 
 # by the rule that pretrains, each at the best point of small
 PRETRAINING: dict[str, Recipe] = {
-    "moonlight": dict(rule="moonlight", lr=SMALL_BEST["Moonlight"][0]),
+    "moonlight": dict(rule="moonlight", lr=SMALL_MOONLIGHT_LR),
     "adamw": ELEMENTWISE | dict(rule="adamw", lr=0.01032, beta1=0.8778),
 }
 STEPS, RANK = 240, 8

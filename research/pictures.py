@@ -1,53 +1,102 @@
-"""The two pictures of the documentation that are not of one command's run.
+"""The picture of the documentation that is not of one command's run.
 
     python -m research.pictures [--folder docs]
 
 losses.png has the loss of runs of several lengths, from the stores of the studies.
-transport.png is one step of transport, computed on a quadratic.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import mean, stdev
 
-import numpy as np
-
-from research import studies
-from research.compare.results import Entry, entries
-from research.decide import found as judged
-from research.decide import steps_saved
+from research.compare.store import final
+from research.studies import STORES
 from train.pictures import picture
 
 ACCENT, GREY = "#b5440e", "#6b6b6b"
 DEFAULT, CONTROL = "Moonlight", "NAdamW"
-LINES = {  # method: its name, color and dashes
-    "AdamW": ("AdamW", GREY, ":"),
-    CONTROL: ("NAdamW", "#0b3c8c", "--"),
-    DEFAULT: ("for_model", ACCENT, "-"),
+LINES = {  # method: its rule, color and dashes
+    "AdamW": ("adamw", GREY, ":"),
+    CONTROL: ("nadamw", "#0b3c8c", "--"),
+    DEFAULT: ("moonlight", ACCENT, "-"),
 }
-OLDER = {"1920": "small", "7680": "small_long"}  # stores of searched controls
+NAMES = {DEFAULT: "for_model"}
+SHOWN = {  # studies of the setting, by length and store
+    480: (("warm_up", "warm_up_480"), ("log_time", "log_time_480")),
+    1920: (
+        ("warm_up", "warm_up_1920"), ("log_time", "log_time_1920"), ("small", "small")
+    ),
+    7680: (("warm_up", "warm_up_7680"), ("small", "small_long")),
+}  # fmt: skip
+JUDGING, FEWEST = range(1, 9), 4  # seeds, and how many a point has at least
 TITLE = "0.1M parameters beside embeddings, each point tuned"
-CURVATURE = np.array([1.0, 6.0])  # of the quadratic
-BETA1, GAMMA, LR = 0.8, 0.5, 0.16
 
 
-def horizons() -> dict[str, dict[int, Entry]]:
-    """Return by method and number of steps the lower of its two searches, each of which
-    has all its seeds.
+def _runs(store: str, study: str, rule: str) -> Iterator[tuple[str, int, float]]:
+    """Yield recipe, seed and final loss of the runs of a rule at constant decays."""
+    for line in map(json.loads, (STORES / f"{store}.jsonl").read_text().splitlines()):
+        recipe = line.get("recipe", {})
+        own = {*recipe} - {
+            "gpa",
+            "snoo",
+            "ema_nesterov",
+            "mona",
+            "correction",
+            "beside",
+        }
+        is_plain = own == {*recipe} and isinstance(recipe.get("beta1"), float)
+        if line["study"] == study and is_plain and recipe["rule"] == rule:
+            yield json.dumps(recipe, sort_keys=True), line["seed"], final(line)
+
+
+def horizons() -> dict[str, dict[int, dict[int, float]]]:
+    """Return by method and number of steps the final losses of the judging seeds at the
+    best of the points that have them.
     """
-    lowest: dict[str, dict[int, Entry]] = {title: {} for title in LINES}
-    for name in ("480", "1920", "7680"):
-        searches = [*judged(name).values()]
-        if name in OLDER:
-            older = OLDER[name]
-            searches += entries(getattr(studies, older)(), studies.stored(older))
-        for entry in sorted(searches, key=lambda entry: entry.mean, reverse=True):
-            if entry.title in lowest and not entry.num_missing:
-                lowest[entry.title][int(name)] = entry
+    lowest: dict[str, dict[int, dict[int, float]]] = {title: {} for title in LINES}
+    for title, (rule, *_) in LINES.items():
+        for steps, stored in SHOWN.items():
+            points: dict[tuple[str, str], dict[int, float]] = {}
+            for place in stored:
+                for recipe, seed, loss in _runs(*place, rule):
+                    if seed in JUDGING:
+                        points.setdefault((place[1], recipe), {})[seed] = loss
+            whole = [own for own in points.values() if len(own) >= FEWEST]
+            if whole:
+                lowest[title][steps] = min(whole, key=lambda own: mean(own.values()))
     return lowest
+
+
+def steps_saved(
+    mine: Mapping[int, float], at: int, control: Mapping[int, Mapping[int, float]]
+) -> tuple[float, float | None] | None:
+    """Return the share of steps that a method saves, with its error over seeds.
+
+    The control's loss between two horizons lies on a line in the logarithm of steps.
+
+    Args:
+        mine: the method's final loss by seed.
+        at: steps of its runs.
+        control: final losses by horizon and seed.
+    """
+    shares = []
+    for seed, loss in mine.items():
+        points = [(math.log(t), own[seed]) for t, own in control.items() if seed in own]
+        points.sort()
+        for (x, high), (y, low) in zip(points, points[1:], strict=False):
+            if low <= loss <= high and low < high:
+                needed = x + (y - x) * (high - loss) / (high - low)
+                shares.append(1 - at / math.exp(needed))
+                break
+    if len(shares) < len(mine) or not shares:
+        return None  # beyond the control's horizons
+    error = stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None
+    return mean(shares), error
 
 
 def losses(path: Path) -> None:
@@ -59,29 +108,28 @@ def losses(path: Path) -> None:
         xlabel="steps of the run", ylabel="held-out loss, nats per byte", title=TITLE
     )
     with picture(path, (7, 3.6), **labels) as axes:
-        for title, (name, color, dashes) in LINES.items():
-            steps, means = (
-                [*by_length[title]],
-                [e.mean for e in by_length[title].values()],
-            )
-            errors = [error_of(e) for e in by_length[title].values()]
+        for title, (_, color, dashes) in LINES.items():
+            steps, name = [*by_length[title]], NAMES.get(title, title)
+            means = [mean(own.values()) for own in by_length[title].values()]
+            errors = [error_of(own) for own in by_length[title].values()]
             look = dict(color=color, linestyle=dashes, capsize=3, marker="o")
             axes.errorbar(steps, means, yerr=errors, markersize=5, **look)
             beside = (-6, -14) if title == DEFAULT else (8, 0)
             text = dict(xytext=beside, textcoords="offset points", va="center")
             text |= dict(ha="right") if title == DEFAULT else {}
             axes.annotate(name, (steps[-1], means[-1]), **text, color=color)
-        control = {steps: e.by_seed for steps, e in by_length[CONTROL].items()}
-        for steps, e in by_length[DEFAULT].items():
-            means = {t: {0: mean(own.values())} for t, own in control.items()}
-            saved = steps_saved({0: e.mean}, steps, means)
+        control = by_length[CONTROL].items()
+        means = {t: {0: mean(own.values())} for t, own in control}
+        for steps, own in by_length[DEFAULT].items():
+            loss = mean(own.values())
+            saved = steps_saved({0: loss}, steps, means)
             if saved is None:
                 continue
             share, _ = saved
-            ends = (steps, e.mean), (steps / (1 - share), e.mean)
+            ends = (steps, loss), (steps / (1 - share), loss)
             arrow = dict(arrowstyle="<->", color="0.2", shrinkA=0, shrinkB=0)
             axes.annotate("", *ends, arrowprops=arrow)
-            middle = steps / math.sqrt(1 - share), e.mean
+            middle = steps / math.sqrt(1 - share), loss
             text = dict(xytext=(0, 6), textcoords="offset points", ha="center")
             text |= dict(bbox=dict(facecolor="white", edgecolor="none", pad=1))
             axes.annotate(f"{share:.0%} fewer steps", middle, **text, fontsize=9)
@@ -93,43 +141,9 @@ def losses(path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
 
 
-def error_of(e: Entry) -> float:
-    """Return the standard error of a method's mean loss."""
-    return stdev(e.losses) / math.sqrt(len(e.losses))
-
-
-def transport(path: Path) -> None:
-    """Draw where one step of transport with plain momentum takes its gradient."""
-    x, before, m = np.array([-2.2, 1.0]), np.array([-2.6, 1.35]), np.zeros(2)
-    k = GAMMA * BETA1 / (1 - BETA1)
-    for _ in range(3):
-        y = x + k * (x - before)
-        m = BETA1 * m + (1 - BETA1) * CURVATURE * y
-        x, before = x - LR * m, x
-    y = x + k * (x - before)
-    g = CURVATURE * y
-    after = x - LR * (BETA1 * m + (1 - BETA1) * g)
-    with picture(path, (7, 3.4)) as axes:
-        grid = np.meshgrid(np.linspace(-2.6, 0.3, 200), np.linspace(-0.8, 1.1, 200))
-        height = sum(c * v**2 / 2 for c, v in zip(CURVATURE, grid, strict=True))
-        axes.contour(*grid, height, levels=8, colors="0.85", linewidths=0.8)
-        axes.plot(*np.stack([before, x, after]).T, "o-", color=GREY, linewidth=1.5)
-        axes.plot(*np.stack([x, y]).T, "--", color=ACCENT, linewidth=1.5)
-        axes.plot(*y, "D", color=ACCENT, markersize=7)
-        arrow = dict(arrowstyle="->", color=ACCENT, linewidth=2)
-        axes.annotate("", y - 0.12 * g, y, arrowprops=arrow)
-        texts = {
-            "$x_{t-1}$": (before, (-6, 8), GREY),
-            "$x_t$: what eval() and\nstate_dict() see": (x, (10, 2), GREY),
-            "$y_t = x_t + k\\,(x_t - x_{t-1})$: what the model\nholds in training; "
-            "its gradient is taken here": (y, (-60, -38), ACCENT),
-            "$x_{t+1}$": (after, (8, -2), GREY),
-        }
-        for text, (point, offset, color) in texts.items():
-            place = dict(xytext=offset, textcoords="offset points", color=color)
-            axes.annotate(text, point, **place, fontsize=9)
-        axes.set_xticks([])
-        axes.set_yticks([])
+def error_of(own: Mapping[int, float]) -> float:
+    """Return the standard error of the mean of losses by seed."""
+    return stdev(own.values()) / math.sqrt(len(own))
 
 
 def main() -> None:
@@ -137,8 +151,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("docs"))
     folder = parser.parse_args().folder
     losses(folder / "losses.png")
-    transport(folder / "transport.png")
-    print(f"{folder / 'losses.png'}, {folder / 'transport.png'}")
+    print(folder / "losses.png")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils._pytree import tree_map
 
 import marsopt
 
@@ -46,30 +45,6 @@ class Row:
     @property
     def has_gamma(self) -> bool:
         return self.oracle["kind"].startswith("mars")
-
-    @property
-    def transports(self) -> bool:
-        return self.oracle.get("transport", False)
-
-    @property
-    def computes_iterate(self) -> bool:
-        """Whether x follows from the point ahead of it, with transport."""
-        stored = self.oracle.keys() & {"cautious", "delta"}
-        return self.oracle["kind"] == "mars-adamw" and not stored
-
-    @property
-    def exact(self) -> bool:
-        """Whether it has an exact form."""
-        return self.has_gamma and not (self.transports or self.anchors)
-
-    @property
-    def anchors(self) -> bool:
-        """Whether every step needs the batch's gradient at a snapshot."""
-        return self.oracle.get("svrg", False)
-
-    def given(self, grads) -> dict:
-        """What a step is given beside ``grads``, in the same container."""
-        return dict(reference=tree_map(torch.cos, grads)) if self.anchors else {}
 
     def counted(self, t: int) -> dict:
         """What a compiled step is given so that it need not ask how many steps were
@@ -245,59 +220,27 @@ ROWS = {
         dict(sides="short", precondition_frequency=3, ns_dtype=torch.float64),
     ),
 }
-GROWING = marsopt.LogTime(3)
-BOTH, ONE = dict(betas=(GROWING, GROWING)), dict(momentum=GROWING)
 ROWS |= {
     f"{name}-log_time": Row(
         ROWS[name].mars_type,
-        ROWS[name].oracle | dict(delta=3) | more,
+        ROWS[name].oracle | dict(delta=3) | weight,
         ROWS[name].buffers,
         ROWS[name].matrix_only,
-        ROWS[name].kwargs | decays | ({"nesterov": more["w"]} if more else {}),
+        ROWS[name].kwargs | dict(log_time=3.0) | nesterov,
     )
-    for name, decays, more in (
-        ("adamw", BOTH, dict(w=0.2)),
-        ("nadamw", BOTH, {}),
-        ("lion", BOTH, {}),
-        ("mars_adamw", BOTH, {}),
-        ("mars_lion-noclip", ONE, {}),
-        ("mars_m", ONE, {}),
-        ("moonlight", ONE, dict(w=0.2)),
-        ("normuon", ONE | dict(beta2=GROWING), dict(w=0.2)),
-        ("soap", BOTH, dict(w=0.2)),
-        ("soap_muon", BOTH, {}),
+    # without ``nesterov``, 0.2 is the weight of the gradient
+    for name, weight, nesterov in (
+        ("adamw", dict(w=0.2), {}),
+        ("nadamw", {}, dict(nesterov=True)),
+        ("lion", {}, {}),
+        ("mars_adamw", {}, dict(nesterov=False)),
+        ("mars_lion-noclip", {}, {}),
+        ("mars_m", {}, dict(nesterov=False)),
+        ("moonlight", dict(w=0.2), {}),
+        ("normuon", dict(w=0.2), {}),
+        ("soap", dict(w=0.2), dict(nesterov=0.2)),
+        ("soap_muon", {}, dict(nesterov=False)),
     )
-}
-TRANSPORT, STORED = dict(correction="transport", gamma=0.1), dict(store_iterate=True)
-ROWS |= {
-    f"{name}-transport": Row(
-        row.mars_type,
-        row.oracle | dict(transport=True, gamma=0.1),
-        # x in place of h; AdamW computes it, unless its decay looks at the sign of x
-        row.buffers - row.computes_iterate,
-        row.matrix_only,
-        row.kwargs | TRANSPORT,
-    )
-    for name, row in ROWS.items()
-    if row.exact and "noclip" not in name
-} | {
-    f"{name}-svrg": Row(
-        row.mars_type,
-        row.oracle | dict(svrg=True, gamma=0.5),
-        # snapshot and mu; h is given, where it was kept: not beside a single average
-        row.buffers + (2 if row.buffers == 1 else 1),
-        row.matrix_only,
-        row.kwargs | dict(correction="svrg", gamma=0.5),
-    )
-    for name, row in ROWS.items()
-    if row.exact
-}
-ROWS |= {
-    f"{name}-stored": Row(
-        row.mars_type, row.oracle, row.buffers + 1, kwargs=row.kwargs | STORED
-    )
-    for name, row in ROWS.items()
-    if row.transports and row.computes_iterate
 }
 
 

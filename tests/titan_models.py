@@ -17,7 +17,7 @@ import types
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -211,16 +211,10 @@ class Trained(NamedTuple):
     """How far each parameter went, whole; on rank 0 alone. Losses hardly feel the
     experts: five steps without any change of theirs move them by 3e-5.
     """
-    seen: Any = None
-    """What ``at_end`` returned."""
 
 
-def trained(
-    config: Trainer.Config, at_end: Callable[[Trainer], Any] = lambda trainer: None
-) -> Trained:
-    """Train in this process, whose process group is there already; ``at_end`` may look
-    at the trainer.
-    """
+def trained(config: Trainer.Config) -> Trained:
+    """Train in this process, whose process group is there already."""
     # Trainer.train ends by sleeping for two seconds
     clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda s: None)
     with mock.patch("torchtitan.trainer.time", clock):
@@ -229,7 +223,6 @@ def trained(
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         try:
             trainer.train()
-            seen = at_end(trainer)
         finally:
             trainer.close()
     moved = {}
@@ -237,7 +230,7 @@ def trained(
         whole = (p.detach() - before[name]).full_tensor()
         if dist.get_rank() == 0:
             moved[canonical_fqn(name)] = whole
-    return Trained(trainer.metrics_processor.losses, moved, seen)
+    return Trained(trainer.metrics_processor.losses, moved)
 
 
 def train(

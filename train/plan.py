@@ -111,7 +111,7 @@ def main() -> None:
     add("--module", default=MODULE,
         help="Python module that holds the recipe (default: %(default)s)")
     add("--rules", nargs="+", action="extend", metavar="RULE",
-        help="with --model: the rules to compare, such as adamw mars-m-transport "
+        help="with --model: the rules to compare, such as adamw mars-adamw-exact "
         f"(default: {' '.join(models.RULES)})")
     add("--tokens", type=int,
         help="with --model: tokens of a step (default: its authors' batch)")

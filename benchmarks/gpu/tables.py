@@ -16,7 +16,7 @@ from marsopt.profiling.machine import one_line
 from train.errors import UserError, command
 
 # of the project's budgets
-COPY_SHARE, MATMUL_SHARE, TRANSPORT_RATIO = 0.85, 0.60, 0.95
+COPY_SHARE, MATMUL_SHARE = 0.85, 0.60
 NOT_MEASURED = "not measured"
 
 
@@ -141,8 +141,8 @@ def orthogonal(found: dict[str, Any]) -> str:
 
 
 def budgets(found: dict[str, Any]) -> str:
-    """Return the three budgets, with the worst that was found and where."""
-    shares, rates, ratios = {}, {}, {}
+    """Return the two budgets, with the worst that was found and where."""
+    shares, rates = {}, {}
     for name, result in found.items():
         kind, _, rest = name.partition(" ")
         if kind == "profile" and "mars-adamw" in rest:
@@ -151,20 +151,14 @@ def budgets(found: dict[str, Any]) -> str:
             for row in result["rows"]:
                 shape = f"{rest} ({row['rows']}, {row['cols']})"
                 rates[shape] = row["rate"] / result["matmul_rate"]
-        elif kind == "step" and result["dtype"] == "float32":
-            for row in result["rows"]:
-                if row["key"] == "mars-adamw-transport":
-                    ratios[result["model"]] = row["ratio"]["median"]
     rows = []
-    for what, limit, values, worst in (
-        ("elementwise step, share of the copy rate", COPY_SHARE, shares, min),
-        ("Newton-Schulz, share of the matmul rate", MATMUL_SHARE, rates, min),
-        ("transport over clip + fused AdamW", TRANSPORT_RATIO, ratios, max),
+    for what, limit, values in (
+        ("elementwise step, share of the copy rate", COPY_SHARE, shares),
+        ("Newton-Schulz, share of the matmul rate", MATMUL_SHARE, rates),
     ):
-        sign = "at least" if worst is min else "at most"
-        where = worst(values, key=values.__getitem__) if values else ""
+        where = min(values, key=values.__getitem__) if values else ""
         told = f"{values[where]:.2f} ({where})" if values else NOT_MEASURED
-        rows.append([what, f"{sign} {limit}", told])
+        rows.append([what, f"at least {limit}", told])
     return markdown(["budget", "limit", "the worst found"], rows)
 
 

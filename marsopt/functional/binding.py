@@ -38,8 +38,6 @@ def start_beside(
     and a DTensor's placement.
     """
     dtype = algorithm.dtype_of(buffer, x)
-    if buffer.start == "parameter":
-        return x.to(dtype, copy=True)
     if is_full(buffer):
         return torch.zeros_like(x, dtype=dtype)
     first = int(is_stack)

@@ -93,17 +93,17 @@ class Request(NamedTuple):
 def precondition_leaves(requests: Sequence[Request]) -> list[MatrixOutput]:
     """Return the results of preconditioners for leaves that this process has whole."""
     by_leaf = [
-        [request._replace(input=part) for part in _parts(request)]
+        [request._replace(input=part) for part in batches_of(request)]
         for request in requests
     ]
     results = iter(precondition_matrices([part for leaf in by_leaf for part in leaf]))
     return [
-        _whole(request, [next(results) for _ in parts])
+        joined(request, [next(results) for _ in parts])
         for request, parts in zip(requests, by_leaf, strict=True)
     ]
 
 
-def _parts(request: Request) -> list[MatrixInput]:
+def batches_of(request: Request) -> list[MatrixInput]:
     """Return the matrices of a leaf; matrices of one shape as a batch."""
     whole, matrices, shape = request.input, request.matrices, request.tensor.shape
     batches = matrices.unbound(whole.matrix, shape)
@@ -126,8 +126,10 @@ def _parts(request: Request) -> list[MatrixInput]:
     ]
 
 
-def _whole(request: Request, results: Sequence[MatrixOutput]) -> MatrixOutput:
-    """Return the results of ``_parts`` as the result of their leaf."""
+def joined(request: Request, results: Sequence[MatrixOutput]) -> MatrixOutput:
+    """Return the results of all matrices of a leaf, or of batches of them, in order, as
+    the result of the leaf.
+    """
     if not results:  # no batch of several shapes lies here
         return request.rowless
     like, owned = request.input.matrix, request.input.owned
@@ -220,16 +222,16 @@ class Collectives(Protocol):
 
     ``LOCAL`` serves a single process, ``marsopt.parallel.MeshCollectives`` a device
     mesh, ``marsopt.parallel.DataParallel`` ranks that all hold all parameters. Another
-    way to shard needs another subclass.
+    way to shard needs another class.
 
     Raises:
-        RuntimeError: of ``agree`` and ``check_ranks_agree``, where ranks differ.
+        RuntimeError: of ``agree``, where ranks differ.
 
     Example:
         >>> class Watched(type(marsopt.LOCAL)):
-        ...     def sum(self, partial, leaves, digest=None):
+        ...     def sum(self, partial, leaves):
         ...         print("one sum over shards, of", len(leaves), "tensors")
-        ...         return super().sum(partial, leaves, digest)
+        ...         return super().sum(partial, leaves)
         >>> rule = marsopt.rule("mars-adamw")
         >>> params = {"w": torch.ones(2, 3), "b": torch.ones(3)}
         >>> state = rule.init(params)
@@ -258,27 +260,18 @@ class Collectives(Protocol):
         identically. It agrees across ranks.
         """
 
-    def invalidate(self) -> None:
-        """Parameters were written outside of a step: drop the gathered copies that are
-        kept for the next forward pass.
+    def agree(
+        self, values: Mapping[str, object], params: Sequence[tuple[Tensor, str]]
+    ) -> None:
+        """Raise on every rank unless all have equal ``values``, by their names in
+        errors; and, where every rank holds all parameters, equal ``params``, each with
+        its name.
         """
 
-    def agree(self, what: str, params: Sequence[tuple[Tensor, str]] = ()) -> None:
-        """Raise on every rank unless all were given the same ``what``, and, where every
-        rank holds all parameters, equal values of these ``params`` in one order; each
-        with its name in errors.
-        """
-
-    def sum(
-        self, partial: Tensor, leaves: Sequence[Tensor], digest: str | None = None
-    ) -> Tensor:
+    def sum(self, partial: Tensor, leaves: Sequence[Tensor]) -> Tensor:
         """Sum ``partial`` (len(leaves), K) over the shards of each leaf; replicas count
-        once. Where ranks differ in ``digest``, the sums are NaN, and all of them raise,
-        then or at a later call.
+        once.
         """
-
-    def check_ranks_agree(self, digest: str) -> None:
-        """Raise where a ``sum`` is known to have found ranks that differ."""
 
     def on_owners(self, requests: Sequence[Request]) -> list[MatrixOutput]:
         """Bring together the whole matrices of each leaf, let their preconditioners'
@@ -301,52 +294,8 @@ class Collectives(Protocol):
         its entries of each matrix.
         """
 
-    def plan_for(
-        self, leaves: Sequence[MatrixParam], others: Sequence[Tensor]
-    ) -> Collectives:
-        """Return the collectives that move these parameters: ``leaves``, whose matrices
-        have to be whole, and the rest. Where every rank holds all of them, this decides
-        which rank updates which pieces: an optimizer asks whenever its parameters or
-        their rules change.
-        """
 
-    def gather_params(self, params: Sequence[Tensor]) -> None:
-        """Write the pieces of parameters that other ranks have updated into the whole
-        parameters that every rank holds.
-        """
-
-    def gather_state(
-        self, pieces: Sequence[Tensor], params: Sequence[Tensor]
-    ) -> Iterator[Tensor]:
-        """Yield, for pieces that the state holds, each beside its parameter, the
-        tensors of a state dict, in the parameter's layout.
-        """
-
-    def local_state(self, whole: Tensor, param: Tensor) -> Tensor:
-        """Return the piece of ``gather_state``'s result that the state holds here."""
-
-
-class NoResharding:
-    """Every rank updates its own pieces of parameters: no rank has another's piece."""
-
-    def plan_for(
-        self, leaves: Sequence[MatrixParam], others: Sequence[Tensor]
-    ) -> Collectives:
-        return cast(Collectives, self)  # as its subclasses are
-
-    def gather_params(self, params: Sequence[Tensor]) -> None:
-        pass
-
-    def gather_state(
-        self, pieces: Sequence[Tensor], params: Sequence[Tensor]
-    ) -> Iterator[Tensor]:
-        return iter(pieces)
-
-    def local_state(self, whole: Tensor, param: Tensor) -> Tensor:
-        return whole
-
-
-class LocalCollectives(NoResharding):
+class LocalCollectives:
     """One process holds everything: sums are complete, matrices are whole."""
 
     def __reduce__(self) -> str:
@@ -385,19 +334,13 @@ class LocalCollectives(NoResharding):
     def placement(self, tensor: Tensor) -> Hashable:
         return None
 
-    def invalidate(self) -> None:
+    def agree(
+        self, values: Mapping[str, object], params: Sequence[tuple[Tensor, str]]
+    ) -> None:
         pass
 
-    def agree(self, what: str, params: Sequence[tuple[Tensor, str]] = ()) -> None:
-        pass
-
-    def sum(
-        self, partial: Tensor, leaves: Sequence[Tensor], digest: str | None = None
-    ) -> Tensor:
+    def sum(self, partial: Tensor, leaves: Sequence[Tensor]) -> Tensor:
         return partial
-
-    def check_ranks_agree(self, digest: str) -> None:
-        pass
 
     def on_owners(self, requests: Sequence[Request]) -> list[MatrixOutput]:
         return precondition_leaves(requests)

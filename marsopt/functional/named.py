@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from marsopt.functional.routing import (
     Choice,
+    algorithm_of,
     all_hyperparameters,
     check_suits,
     check_taken,
-    route,
+    of_matrices,
+    of_rest,
 )
 from marsopt.functional.rule import Rule
-from marsopt.rules import checks
 from marsopt.rules.hyperparameters import arguments, check_names, check_values
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.registry import correction_named, named, resolve
@@ -40,8 +40,9 @@ def rule(name: str, **options: Any) -> Rule:
         options: see above. Every rule also takes ``max_norm``, as ``Rule`` does, and
             ``state_dtype`` and ``stochastic_rounding``, as ``Algorithm`` does. A rule
             named "mars-..." takes the name of its ``correction``: "approximate" (the
-            default), "exact", "transport" or "svrg". The authors' ``is_approx=False``
-            is "exact".
+            default) or "exact". The authors' ``is_approx=False`` is "exact".
+            ``log_time`` sets decays that are not given to 0.999, and ``nesterov`` to
+            0.2.
 
     Raises:
         TypeError: an option that the rule does not have.
@@ -61,6 +62,7 @@ def rule(name: str, **options: Any) -> Rule:
     whole |= {"is_approx", "correction"} if row.is_mars else set()
     check_names(options, {*row.options, *whole}, f"the rule {row.name!r}")
     check_values(row.options, options)  # whether they are read or not
+    options = row.log_time_options(options.get("log_time")) | options
     correction = None
     if row.is_mars:
         chosen = resolve(options.get("is_approx", True), options.get("correction"))
@@ -81,24 +83,26 @@ def mars(**options: Any) -> Rule:
     """Return the authors' routing as one rule: ``mars_type`` moves matrices, and AdamW
     moves the other tensors. ``MARS`` takes the same options.
 
-        Choice         mars_type, base_lr, optimize_1d, lr_1d, betas_1d,
-                       weight_decay_1d, nesterov_1d, gamma_1d, is_approx, correction,
-                       max_norm, state_dtype, stochastic_rounding
+        Choice         mars_type, is_approx, correction, max_norm, state_dtype,
+                       stochastic_rounding
+        Rest           optimize_1d, base_lr, lr_1d, betas_1d, weight_decay_1d,
+                       nesterov_1d
         Correction     gamma, clip, clip_per, h_dtype
-        Transport      store_iterate
         Matrices       matrices (the field ``kind``), splits
         AdamW          betas, eps, weight_decay, cautious_weight_decay, amsgrad,
-                       epsilon_hat, nesterov
+                       epsilon_hat, nesterov, log_time
         Orthogonal     adjust_lr_fn
-        NewtonSchulz   ns_steps, ns_coefficients, ns_dtype, ns_eps, ns_gram (the fields
-                       ``steps`` and so on)
+        NewtonSchulz   ns_steps, ns_coefficients, ns_dtype, ns_eps (the fields ``steps``
+                       and so on)
         SOAP           shampoo_beta, sides, precondition_frequency, max_dim, stagger,
                        orthogonalize
 
-    The dataclasses on the left explain the options on the right; ``Choice`` is in
-    ``marsopt.functional.routing``. Where rules have different defaults, None means the
-    rule's own, which ``print(marsopt.REGISTRY[mars_type])`` lists. The two betas stand
-    for the momentum and ``beta2`` of a rule that has these fields.
+    The dataclasses on the left explain the options on the right; ``Choice`` and
+    ``Rest`` are in ``marsopt.functional.routing``. Where rules have different defaults,
+    None means the rule's own, which ``print(marsopt.REGISTRY[mars_type])`` lists. The
+    two betas stand for the momentum and ``beta2`` of a rule that has these fields.
+    ``log_time`` holds for all tensors; it sets betas that are not given to 0.999, and
+    ``nesterov`` to 0.2.
 
     Args:
         options: see above, and the fields of a dataclass of your own.
@@ -108,27 +112,25 @@ def mars(**options: Any) -> Rule:
         ValueError: an option that this rule does not have, or that is out of its range.
 
     Example:
-        >>> rule = marsopt.mars(mars_type="moonlight", correction="transport")
+        >>> rule = marsopt.mars(mars_type="moonlight")
         >>> params = {"weight": torch.eye(2), "bias": torch.ones(2)}
         >>> state = rule.init(params)
         >>> for _ in range(3):      # the gradient of |w|^2 / 2 is w
         ...     params, state = rule.step(params, params, state, lr=0.1)
-        >>> weights = rule.iterate(params, state)
-        >>> bool(weights["weight"].norm() < 1.41)       # the norm at the start
+        >>> bool(params["weight"].norm() < 1.41)        # the norm at the start
         True
     """
-    known = all_hyperparameters().keys() - {"lr"}  # each step is given its lr
+    known = all_hyperparameters().keys() - {"lr", "lr_ratio"}  # a step is given its lr
     check_names(options, known, "mars")
     row = named(options.get("mars_type", Choice.mars_type))
-    values: dict[str, Any] = {"base_lr": Choice.base_lr, **options}
-    for name, default in row.hyperparameters.items():
-        if values.get(name) is None:
-            values[name] = default
-    checks.positive("base_lr", values["base_lr"])
-    routed = route(values)
+    values = {n: value for n, value in options.items() if value is not None}
+    log_time = row.log_time_defaults(values.get("log_time"))
+    values = {**options, **row.hyperparameters, **log_time, **values}
+    matrix, rest = algorithm_of(of_matrices(values)), of_rest(values)
     check_taken([row.name], options.get("correction"))
-    if routed.rest_ratio is None:
-        return routed
-    ratio = routed.rest_ratio / values["base_lr"]
-    checks.at_least_zero("lr_1d / base_lr", ratio)
-    return replace(routed, rest_ratio=ratio)
+    return Rule(
+        matrix=matrix,
+        rest=None if rest is None else algorithm_of(rest),
+        rest_ratio=None if rest is None else rest.get("lr_ratio"),
+        max_norm=options.get("max_norm"),
+    )

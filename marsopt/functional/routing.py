@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from marsopt.functional.rule import Rule
 from marsopt.rules import checks
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.checks import Number
+from marsopt.rules.checks import Number, Weight
 from marsopt.rules.correction import Approximate, Correction
-from marsopt.rules.decay import Decay, Weight
 from marsopt.rules.hyperparameters import (
     Hyperparameter,
     Table,
@@ -41,32 +40,17 @@ from marsopt.rules.registry import (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Choice:
-    """Which rules move a model, and the options that no single rule has.
+    """Which rule moves tensors, and the options that no single rule has.
 
     Args:
         mars_type: a name in ``marsopt.REGISTRY``: the rule of matrices. The elementwise
             baselines "adamw", "nadamw" and "lion" move every tensor.
-        lr: learning rate of matrices; ``marsopt.mars`` has none, as each step is given
-            its own.
-        base_lr: the peak learning rate that ``lr_1d`` is measured against.
-        optimize_1d: give tensors that are not matrices to the MARS rule too (with
-            matrix rules: to MARS-AdamW), with its hyperparameters.
-        lr_1d: learning rate of tensors that are not matrices, times the step's lr /
-            base_lr, so that it follows the schedule. None = the rule's own: lr itself,
-            or the authors' 3e-3.
-        betas_1d: betas of tensors that are not matrices. None = the rule's own: betas
-            themselves, or the authors' (0.9, 0.95).
-        weight_decay_1d: weight decay of tensors that are not matrices. None = the
-            rule's own: weight_decay itself, or the authors' 0.1.
-        nesterov_1d: ``nesterov`` of tensors that are not matrices. None = off in AdamW
-            beside a matrix rule, else nesterov itself.
-        gamma_1d: with transport, gamma of the AdamW for tensors that are not matrices;
-            None = gamma.
+        lr: learning rate; ``marsopt.mars`` has none, as each step is given its own.
+        lr_ratio: of a param group: the learning rate of its tensors over ``lr``, which
+            schedules may write into every group.
         is_approx: False = exact MARS; True = what ``correction`` says.
-        correction: "approximate", "exact", "transport" or "svrg", in place of
-            ``is_approx``. None = what ``is_approx`` says. Transport applies to
-            baselines too, without clip, and to the AdamW beside a rule; baselines take
-            no other correction.
+        correction: "approximate" or "exact", in place of ``is_approx``. None = what
+            ``is_approx`` says. Baselines take none.
         max_norm: threshold of the global gradient norm, as in ``Rule``.
         state_dtype: dtype of the state, as in ``Algorithm``.
         stochastic_rounding: round state of bfloat16 at random, as in ``Algorithm``.
@@ -74,13 +58,7 @@ class Choice:
 
     mars_type: str = "mars-adamw"
     lr: Number = number(3e-3, checks.at_least_zero)
-    base_lr: Number = number(3e-3, checks.at_least_zero)
-    optimize_1d: bool = False
-    lr_1d: Number | None = number(None, checks.none_or(checks.at_least_zero))
-    betas_1d: tuple[Decay, Decay] | None = number(None, checks.none_or(checks.betas))
-    weight_decay_1d: Number | None = number(None, checks.none_or(checks.at_least_zero))
-    nesterov_1d: Weight | None = number(None, checks.none_or(checks.gradient_weight))
-    gamma_1d: Number | None = number(None, checks.none_or(checks.finite))
+    lr_ratio: Number = number(1.0, checks.at_least_zero)
     is_approx: bool = structure(True, whole=True)
     correction: str | None = structure(None, whole=True)
     max_norm: Number | None = structure(None, checks.positive_or_none, whole=True)
@@ -88,6 +66,37 @@ class Choice:
         None, checks.state_dtype_or_none, whole=True
     )
     stochastic_rounding: bool = structure(False, whole=True)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rest:
+    """The options of tensors that are not matrices. ``MARS`` gives these tensors a
+    param group of their own, with the values that ``split`` makes of these.
+
+    Args:
+        optimize_1d: give tensors that are not matrices to the MARS rule too (with
+            matrix rules: to MARS-AdamW), with its hyperparameters.
+        base_lr: the peak learning rate that ``lr_1d`` is measured against. None = the
+            group's lr, 3e-3 in ``marsopt.mars``.
+        lr_1d: learning rate of these tensors at the peak; it follows the schedule of
+            lr. None = the rule's own: lr itself, or the authors' 3e-3.
+        betas_1d: their betas. None = the rule's own: betas themselves, or the authors'
+            (0.9, 0.95), or 0.999 with ``log_time``.
+        weight_decay_1d: their weight decay. None = the rule's own: weight_decay itself,
+            or the authors' 0.1.
+        nesterov_1d: their ``nesterov``. None = off in AdamW beside a matrix rule, or
+            0.2 with ``log_time``, else nesterov itself.
+    """
+
+    optimize_1d: bool = False
+    base_lr: Number | None = number(None, checks.none_or(checks.positive))
+    lr_1d: Number | None = number(None, checks.none_or(checks.at_least_zero))
+    betas_1d: tuple[Number, Number] | None = number(None, checks.none_or(checks.betas))
+    weight_decay_1d: Number | None = number(None, checks.none_or(checks.at_least_zero))
+    nesterov_1d: Weight | None = number(None, checks.none_or(checks.gradient_weight))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -126,6 +135,7 @@ def _all_hyperparameters(
     lines: dict[str, Hyperparameter] = {}
     for correction in (*corrections, Correction):
         lines |= shared_hyperparameters(correction)
+    lines |= table(Rest)
     shared = lines.keys() - {"betas", "weight_decay"}  # whose defaults rules share
     for preconditioner in preconditioners:
         for name, line in table(preconditioner).items():
@@ -144,7 +154,7 @@ def check_suits(
     Raises:
         ValueError: one is of other rules or corrections.
     """
-    suitable = hyperparameters_of(row.preconditioner, correction)
+    suitable = {**hyperparameters_of(row.preconditioner, correction), **table(Rest)}
     known = all_hyperparameters()
     for name, value in values.items():
         if name in suitable or name not in known or known[name].is_whole:
@@ -166,12 +176,11 @@ def check_taken(mars_types: Iterable[str], correction: str | None) -> None:
     if correction in (None, Approximate.name):
         return
     kind, rows = correction_named(correction), [named(name) for name in mars_types]
-    if kind.suits_baselines or any(row.is_mars for row in rows) or not rows:
+    if any(row.is_mars for row in rows) or not rows:
         return
-    by_all = [name for name, other in CORRECTIONS.items() if other.suits_baselines]
     raise ValueError(
-        f"got correction={kind.name!r} with mars_type={rows[0].name!r}, expected None "
-        f"or one of {by_all}: a baseline corrects nothing, choose a MARS type "
+        f"got correction={kind.name!r} with mars_type={rows[0].name!r}, expected None: "
+        "a baseline corrects nothing, choose a MARS type "
         f"({', '.join(name for name, row in REGISTRY.items() if row.is_mars)})"
     )
 
@@ -182,15 +191,108 @@ def rules_with(name: str) -> list[str]:
     return rules + [n for n, kind in CORRECTIONS.items() if name in table(kind)]
 
 
-def route(values: Mapping[str, Any]) -> Rule:
-    """Return the rule behind ``values["mars_type"]``, from hyperparameters by the names
-    that ``mars`` has. A name that is left out has the rule's default; None for a name
-    that ends in ``_1d`` is lr, betas, weight_decay or gamma. Its ``rest_ratio`` is
-    ``lr_1d``, over a ``base_lr`` of 1.
+# ---- the two kinds of tensors --------------------------------------------------------
+
+
+def of_matrices(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of matrices: ``values`` without the options of
+    ``Rest``.
+
+    Args:
+        values: hyperparameters of matrices and other tensors.
 
     Raises:
-        ValueError: an unknown type, ``optimize_1d`` for a baseline, a hyperparameter
-            that the rule does not have, or that is out of its range.
+        ValueError: an unknown type, ``optimize_1d`` for a baseline, an option of
+            ``Rest`` out of its range.
+    """
+    _rest_options(values)
+    return {n: value for n, value in values.items() if n not in table(Rest)}
+
+
+def of_rest(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the hyperparameters of tensors that are not matrices, with their
+    ``lr_ratio``; None where the rule moves them by the same values as matrices.
+
+    Args:
+        values: as for ``of_matrices``, with the rule's defaults. None for a name that
+            ends in ``_1d`` is lr, betas, weight_decay or nesterov.
+
+    Raises:
+        ValueError: as ``of_matrices``; ``lr_1d`` beside a learning rate of zero.
+    """
+    row, rest = _rest_options(values)
+    own = of_matrices(values)
+    if rest.optimize_1d:
+        names = shared_by_adamw() | table(Matrices).keys()
+        known = all_hyperparameters()
+        kept = {n: v for n, v in own.items() if n in names or n not in known}
+        return {**kept, "mars_type": "mars-adamw"} if row.matrix_only else None
+    if row.fallback != "itself":
+        return of_adamw(values)
+    numbers = _numbers(rest, own)
+    return {**own, **numbers} if numbers else None
+
+
+def of_adamw(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of AdamW beside a rule, for tensors that are not
+    matrices, and for embeddings; ``values`` is as for ``of_rest``.
+    """
+    row, rest = _rest_options(values)
+    own = of_matrices(values)
+    known, shared = all_hyperparameters(), shared_by_adamw()
+    kept = {n: v for n, v in own.items() if n in shared or n not in known}
+    adamw: dict[str, Any] = dict(mars_type="adamw", nesterov=False)
+    adamw["epsilon_hat"] = row.fallback == "adamw" or own.get("epsilon_hat", False)
+    return {**kept, **adamw, **_numbers(rest, own)}
+
+
+def _numbers(rest: Rest, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that ``Rest`` gives, by the names of a param group."""
+    numbers = {BESIDE[n]: getattr(rest, n) for n in BESIDE}
+    numbers = {n: value for n, value in numbers.items() if value is not None}
+    if "lr" in numbers:
+        numbers["lr_ratio"] = _ratio(numbers.pop("lr"), rest.base_lr, own)
+    return numbers
+
+
+def shared_by_adamw() -> set[str]:
+    """Return the hyperparameters that AdamW beside a rule shares with it."""
+    names = {*table(Choice), *FALLBACK_TABLE}
+    return names.union(*map(table, CORRECTIONS.values()))
+
+
+def _rest_options(values: Mapping[str, Any]) -> tuple[NamedRule, Rest]:
+    row = named(values.get("mars_type", Choice.mars_type))
+    rest = Rest(**arguments(Rest, values))
+    if rest.optimize_1d and not row.is_mars:
+        raise ValueError(
+            f"got optimize_1d=True with mars_type={row.name!r}, expected a MARS type: "
+            "a baseline corrects nothing, leave optimize_1d False"
+        )
+    return row, rest
+
+
+def _ratio(lr_1d: Number, base_lr: Number | None, own: Mapping[str, Any]) -> Number:
+    lr = own.get("lr", Choice.lr) if base_lr is None else base_lr
+    base = float(lr.detach() if isinstance(lr, Tensor) else lr)  # waits for a device
+    if base == 0:
+        raise ValueError(
+            f"got lr=0 with lr_1d={lr_1d!r}, expected a base learning rate, which "
+            "lr_1d is measured against: add the group with its peak lr, or pass "
+            "base_lr"
+        )
+    ratio = lr_1d / base
+    checks.at_least_zero("lr_1d / base_lr", ratio)
+    return ratio
+
+
+def algorithm_of(values: Mapping[str, Any]) -> Algorithm:
+    """Return the algorithm that ``values["mars_type"]`` names, from hyperparameters by
+    the names of param groups. A name that is left out has the rule's default.
+
+    Raises:
+        ValueError: an unknown type, a hyperparameter that the rule does not have, or
+            that is out of its range.
     """
     choice = Choice(**arguments(Choice, values))
     row = named(choice.mars_type)
@@ -199,49 +301,11 @@ def route(values: Mapping[str, Any]) -> Rule:
     known = {n: line for n, line in all_hyperparameters().items() if line.is_whole}
     known |= hyperparameters_of(row.preconditioner, kind)
     check_values(known, values)  # whether they are read or not
-    if choice.optimize_1d and not row.is_mars:
-        raise ValueError(
-            f"got optimize_1d=True with mars_type={row.name!r}, expected a MARS type: "
-            "a baseline corrects nothing, leave optimize_1d False"
-        )
-    if choice.gamma_1d is not None and not kind.is_ahead:
-        ahead = [n for n, other in CORRECTIONS.items() if other.is_ahead]
-        raise ValueError(
-            f"got gamma_1d={choice.gamma_1d!r} with correction={kind.name!r}, expected "
-            f"None: it is of corrections that look ahead, leave it out or choose one "
-            f"of {ahead}"
-        )
     correction = kind(**arguments(kind, values))
-    unclipped = replace(correction, clip=None) if kind.suits_baselines else None
-    matrices = Matrices(**arguments(Matrices, values))
-    common: dict[str, Any] = dict(
+    return row.algorithm(
+        correction=correction if row.is_mars else None,
         state_dtype=choice.state_dtype,
         stochastic_rounding=choice.stochastic_rounding,
-        correction=correction if row.is_mars else unclipped,
+        matrices=Matrices(**arguments(Matrices, values)),
+        **arguments(row.preconditioner, values),
     )
-
-    def algorithm(row: NamedRule, numbers: Mapping[str, Any], **more: Any) -> Algorithm:
-        return row.algorithm(**arguments(row.preconditioner, numbers), **more)
-
-    def rule(rest: Algorithm | None, **beside: Number | None) -> Rule:
-        matrix = algorithm(row, values, **common, matrices=matrices)
-        return Rule(matrix=matrix, rest=rest, max_norm=choice.max_norm, **beside)
-
-    adamw = named("adamw")
-    of_adamw = {name: values[name] for name in FALLBACK_TABLE if name in values}
-    if choice.optimize_1d:
-        everywhere = dict(**common, matrices=matrices)
-        is_needed = row.matrix_only
-        return rule(algorithm(adamw, of_adamw, **everywhere) if is_needed else None)
-    apart = [name for name in BESIDE if values.get(name) is not None]
-    if row.fallback == "itself" and not apart:
-        return rule(None)
-    numbers = {BESIDE[name]: values[name] for name in apart}
-    # beside a rule, only a correction that suits baselines applies, and never a clip
-    beside = common | dict(correction=unclipped)
-    if row.fallback == "itself":
-        rest = algorithm(row, {**values, **numbers}, **beside)
-    else:
-        numbers |= {"epsilon_hat": True} if row.fallback == "adamw" else {}
-        rest = algorithm(adamw, {**of_adamw, **numbers}, **beside)
-    return rule(rest, rest_ratio=choice.lr_1d, rest_gamma=choice.gamma_1d)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -15,8 +15,6 @@ from marsopt.functional.state import (
     Leaves,
     State,
     bind,
-    held,
-    iterates,
     new_state,
     unbind,
 )
@@ -47,14 +45,6 @@ class RoutedState(NamedTuple):
     rest: State | tuple[()]
 
 
-class Side(NamedTuple):
-    """Some tensors, and the algorithm that moves them."""
-
-    algorithm: Algorithm
-    members: list[int]
-    is_rest: bool
-
-
 AnyState = TypeVar("AnyState", bound=State | RoutedState)  # comes back as such
 
 
@@ -69,12 +59,11 @@ class Rule:
         matrix: the algorithm of matrices, or of every tensor.
         rest: the algorithm of other tensors; None: ``matrix`` takes every tensor.
         rest_ratio: learning rate of ``rest`` over ``matrix``'s; None: 1.
-        rest_gamma: gamma of ``rest`` in every step; None: ``matrix``'s.
         max_norm: threshold of the global gradient norm, applied inside the step
             (``clip_grad_norm_`` is then not needed); None = off.
 
     Raises:
-        ValueError: ``max_norm``, ``rest_ratio`` or ``rest_gamma`` out of its range.
+        ValueError: ``max_norm`` or ``rest_ratio`` out of its range.
 
     Example:
         >>> algorithm = marsopt.Algorithm(
@@ -95,14 +84,12 @@ class Rule:
     matrix: Algorithm
     rest: Algorithm | None = None
     rest_ratio: Number | None = None
-    rest_gamma: Number | None = None
     max_norm: Number | None = None
 
     def __post_init__(self) -> None:
         for name, check in (
             ("max_norm", checks.positive_or_none),
             ("rest_ratio", checks.none_or(checks.at_least_zero)),
-            ("rest_gamma", checks.none_or(checks.finite)),
         ):
             value = getattr(self, name)
             check(name, value)
@@ -112,14 +99,12 @@ class Rule:
         self, params: Tree, *, collectives: Collectives = LOCAL
     ) -> State | RoutedState:
         """Return the state before the first step: only the buffers that this rule
-        needs, of zeros, and with transport the parameters.
+        needs, of zeros.
 
         Args:
             params: list, tuple, NamedTuple, dict, OrderedDict or defaultdict of real
                 floating point tensors, or a FlatGroup; each buffer of the state has its
-                container, or is a dict where two algorithms share them. Gradients flow
-                back to them, from transport's x too: detach them where those are not
-                wanted.
+                container, or is a dict where two algorithms share them.
             collectives: as in ``step``.
 
         Raises:
@@ -155,8 +140,7 @@ class Rule:
             state: what ``init`` or the last step returned.
             lr: learning rate, a number or a 0-D tensor (a tensor may change under
                 torch.compile without recompiling).
-            gamma: scale of the variance reduction in this step (with transport: of the
-                lookahead that it leaves for the next gradient); None takes the rule's
+            gamma: scale of the variance reduction in this step; None takes the rule's
                 own. Rules without a correction have none.
             reference: None = approximate MARS (h is the previous gradient, kept in the
                 state). Given = exact MARS (h, the current batch's gradient at the
@@ -173,11 +157,9 @@ class Rule:
                 was not skipped. Other rules do not read it.
 
         Returns:
-            The new parameters, in the container of ``params``, and the new state. With
-            transport the parameters are the points where the next gradient belongs;
-            ``iterate`` returns the trained parameters. Where the gradient (or
-            reference) holds a NaN or infinity anywhere, both are unchanged but for
-            ``state.skipped``, which counts such steps.
+            The new parameters, in the container of ``params``, and the new state. Where
+            the gradient (or reference) holds a NaN or infinity anywhere, both are
+            unchanged but for ``state.skipped``, which counts such steps.
 
         Raises:
             TypeError: an argument that is no such container of tensors.
@@ -194,16 +176,14 @@ class Rule:
         if reference is not None:
             check_matching(params, reference, "reference")
         for side, leaves in sides.items():
-            algorithm, side_lr, side_gamma = leaves.algorithm, lr, gamma
+            algorithm, side_lr = leaves.algorithm, lr
             if side == "rest" and self.rest_ratio is not None:
                 side_lr = lr * self.rest_ratio
-            if side == "rest" and self.rest_gamma is not None:
-                side_gamma = self.rest_gamma
             before = count
             if before is None:  # where the algorithm has to know it on the host
                 before = int(states[side].t) if algorithm.has_stages else 0
             group, side_grads, side_members = bind(
-                leaves, grads, reference, states[side], side_lr, side_gamma, before
+                leaves, grads, reference, states[side], side_lr, gamma, before
             )
             groups.append(group)
             stack_grads += side_grads
@@ -218,81 +198,13 @@ class Rule:
         moved = advance(groups, stack_grads, members, decision, collectives=collectives)
         stacks, owned = iter(moved.stacks), iter(moved.owned)
         by_name: dict[Name, Tensor] = {}
-        for (side, leaves), behind in zip(sides.items(), decision.behind, strict=True):
+        for side, leaves in sides.items():
             num = len(leaves.names)
             results = list(islice(stacks, num)), list(islice(owned, num))
-            new, states[side] = unbind(leaves, *results, states[side], decision, behind)
+            new, states[side] = unbind(leaves, *results, states[side], decision)
             by_name.update(zip(leaves.names, new, strict=True))
         new_params = rebuild(params, [by_name[name] for name in names(params)])
         return new_params, self._join(states)
-
-    @without_autocast
-    def anchor(self, params: Tree, grads: Tree, state: AnyState) -> AnyState:
-        """Return the state with a new anchor, for ``correction="svrg"``.
-
-        Args:
-            params: as given to ``init``: the new snapshot.
-            grads: the full gradient there, which ``max_norm`` does not clip.
-            state: what ``init`` or the last step returned.
-
-        Raises:
-            ValueError: a rule without an anchor, names or shapes that differ.
-        """
-        if all(algorithm.correction is None for algorithm in self._algorithms):
-            raise ValueError(
-                f"got a full gradient for {self._called}, expected a rule that has an "
-                'anchor: choose correction="svrg"'
-            )
-        check_matching(params, grads, "grads")
-        sides = self._leaves(params, LOCAL)
-        states = self._split(state, sides)
-        for side, leaves in sides.items():
-            correction = leaves.algorithm.correction
-            if correction is None:
-                continue
-            pairs = zip(leaves.tensors, leaves.matching(grads, "grads"), strict=True)
-            anchors = [correction.anchored(x, g) for x, g in pairs]
-            buffers = dict(states[side].buffers)
-            for symbol in anchors[0]:
-                before = held(leaves, symbol, states[side])
-                tensors = [
-                    anchor[symbol].to(old.dtype, copy=True)
-                    for anchor, old in zip(anchors, before, strict=True)
-                ]
-                buffers[symbol] = rebuild(leaves.tree, tensors)
-            states[side] = states[side]._replace(buffers=buffers)
-        anchored: AnyState = self._join(states)
-        return anchored
-
-    @without_autocast
-    def iterate(
-        self,
-        params: AnyTree,
-        state: State | RoutedState,
-        *,
-        collectives: Collectives = LOCAL,
-    ) -> AnyTree:
-        """Return the parameters to evaluate and to save: with transport those that
-        ``params`` is ahead of, from the state or computed by it; else ``params``.
-
-        Args:
-            params: what ``init`` was given or the last step returned.
-            state: its state.
-            collectives: as in ``step``.
-
-        Raises:
-            ValueError: a state of another rule or of other parameters; ``collectives``
-                are none.
-        """
-        sides = self._leaves(params, collectives)
-        states = self._split(state, sides)
-        by_name: dict[Name, Tensor] = {}
-        for side, leaves in sides.items():
-            tensors = leaves.tensors
-            if leaves.algorithm.is_ahead:
-                tensors = iterates(leaves, states[side])
-            by_name.update(zip(leaves.names, tensors, strict=True))
-        return rebuild(params, [by_name[name] for name in names(params)])
 
     # ---- sides -----------------------------------------------------------------------
 
@@ -303,28 +215,6 @@ class Rule:
     @property
     def _called(self) -> str:
         return " and ".join(map(str, self._algorithms))
-
-    def sides(
-        self, params: Sequence[Tensor], shapes: Sequence[torch.Size] | None = None
-    ) -> list[Side]:
-        """Return the sides that move these tensors, or stacks of such: matrices go to
-        ``matrix``, other tensors to ``rest``; without ``rest``, ``matrix`` moves all. A
-        side without members is left out.
-
-        Args:
-            params: tensors, or stacks of them.
-            shapes: the whole tensor's, for each of ``params``; None: its own.
-        """
-        shapes = [p.shape for p in params] if shapes is None else shapes
-        takes = self.matrix.matrices.takes
-        is_rest = [self.rest is not None and not takes(shape) for shape in shapes]
-        nonempty_sides = []
-        for algorithm, rest in ((self.matrix, False), (self.rest, True)):
-            members = [i for i, other in enumerate(is_rest) if other == rest]
-            if members and algorithm is not None:
-                moved = algorithm.for_params([params[i] for i in members])
-                nonempty_sides.append(Side(moved, members, rest))
-        return nonempty_sides
 
     def _leaves(self, params: Tree, collectives: Collectives) -> dict[str, Leaves]:
         """Return the leaves of "matrix" and of "rest"; a side without any is left out.
@@ -341,12 +231,16 @@ class Rule:
                 "parameters"
             )
         check_container(params, "params")
-        by_side = {}
-        for side in self.sides(all_leaves.tensors, all_leaves.shapes):
-            part = [all_leaves.names[i] for i in side.members]
-            by_side["rest" if side.is_rest else "matrix"] = Leaves(
-                side.algorithm, params, None if self.rest is None else part, collectives
-            )
+        if self.rest is None:
+            return {"matrix": all_leaves}
+        sides = ("matrix", self.matrix), ("rest", self.rest)
+        takes = self.matrix.matrices.takes
+        pairs = list(zip(all_leaves.names, all_leaves.shapes, strict=True))
+        by_side: dict[str, Leaves] = {}
+        for side, algorithm in sides:
+            part = [n for n, shape in pairs if takes(shape) == (side == "matrix")]
+            if part:
+                by_side[side] = Leaves(algorithm, params, part, collectives)
         return by_side
 
     def _join(self, states: Mapping[str, State]) -> Any:
@@ -386,22 +280,17 @@ class Rule:
             )
         if gamma is not None:
             checks.finite("gamma", gamma)
-        if reference is not None and all(a.reference is None for a in algorithms):
+        if reference is not None and all(a.h_from is None for a in algorithms):
             raise ValueError(
                 f"got a reference for {self._called}, expected a rule that corrects "
                 "the gradient by one: leave reference out, or build a MARS rule with "
                 'correction="exact"'
             )
-        takers = [
-            a.active_correction for a in algorithms if a.active_correction and a.given
-        ]
-        if reference is None and takers:
+        if reference is None and any(a.h_from == "caller" for a in algorithms):
             raise ValueError(
-                "got reference=None for a rule with "
-                f"correction={takers[0].name!r}, expected a second gradient "
-                'of the current batch: with "exact" that at the previous parameters, '
-                'zeros at the first step; with "svrg" that at the snapshot; pass '
-                "reference="
+                f"got reference=None for {self._called} with an exact correction, "
+                "expected the current batch's gradient at the previous parameters: "
+                "pass it as reference=, zeros at the first step"
             )
 
 

@@ -46,24 +46,6 @@ def empty_stacks(
     return [views[i] for i in range(len(shapes))]
 
 
-def where_or_unread(ok: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """torch.where(ok, new, old), whose compiled code reads ``old`` only where ``ok`` is
-    false: a load behind a mask. Written in place it then costs only a write.
-
-    Args:
-        ok: bool, broadcast over ``new``.
-        new, old: of one shape and dtype.
-    """
-    if torch.compiler.is_compiling():
-        axes = [
-            torch.arange(n, device=old.device).view(-1, *[1] * (old.ndim - 1 - dim))
-            for dim, n in enumerate(old.shape)
-        ]
-        hidden = ok.logical_not().expand(old.shape)
-        old = torch.ops.aten._unsafe_masked_index(old, hidden, axes, 0)
-    return torch.where(ok, new, old)
-
-
 def stacked(leaves: Sequence[Tensor]) -> Tensor:
     """``leaves`` as (L, *shape): a view of a single one, else a copy."""
     return leaves[0].unsqueeze(0) if len(leaves) == 1 else torch.stack(list(leaves))

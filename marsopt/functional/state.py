@@ -24,7 +24,6 @@ from marsopt.functional.step_types import (
     RuleGroup,
     Stack,
     norms_per_tensor,
-    scalar_dtype,
 )
 from marsopt.functional.trees import (
     FlatGroup,
@@ -43,28 +42,18 @@ from marsopt.rules.dtypes import working_dtype
 
 
 class State(NamedTuple):
-    """The memory of one algorithm: steps taken and skipped (0-D); by symbol its
-    buffers, each in the container of the parameters; and with transport, where x is no
-    such buffer, the numbers of the last step (num_lookahead_scalars,) from which it
-    follows. An absent buffer is (), which has no leaf: a step can be under ``vmap``.
+    """The memory of one algorithm: steps taken and skipped (0-D), and by symbol its
+    buffers, each in the container of the parameters.
     """
 
     t: Tensor
     skipped: Tensor
     buffers: dict[str, Tree]
-    behind: Tensor | tuple[()] = ()
 
     @property
     def h(self) -> Tree | None:
         """Return the reference gradient; None where the algorithm keeps none."""
         return self.buffers.get("h")
-
-    @property
-    def x(self) -> Tree | None:
-        """Return the parameters behind the lookahead; None where ``Rule.iterate``
-        computes them, or there is no lookahead.
-        """
-        return self.buffers.get("x")
 
     @property
     def m(self) -> Tree:
@@ -168,13 +157,7 @@ def new_state(leaves: Leaves) -> State:
         for symbol, buffer in algorithm.kept.items()
     }
     zero = torch.zeros((), dtype=torch.float32, device=leaves.tensors[0].device)
-    behind: Tensor | tuple[()] = ()
-    if algorithm.num_lookahead_scalars:
-        dtype = scalar_dtype(zero.device)
-        behind = torch.zeros(
-            algorithm.num_lookahead_scalars, dtype=dtype, device=zero.device
-        )
-    return State(zero, zero.clone(), buffers, behind)
+    return State(zero, zero.clone(), buffers)
 
 
 def _starts(leaves: Leaves, buffer: Buffer) -> list[Tensor]:
@@ -205,7 +188,7 @@ def held(leaves: Leaves, symbol: str, state: State) -> list[Tensor]:
     if symbol not in state.buffers:
         raise ValueError(
             f"got a state without {symbol}, expected one of a rule with the same "
-            "options: clip, amsgrad, correction and store_iterate decide its buffers"
+            "options: clip, amsgrad and correction decide its buffers"
         )
     what, tree = f"state.{symbol}", state.buffers[symbol]
     check_matching(leaves.tree, tree, what)
@@ -229,42 +212,6 @@ def held(leaves: Leaves, symbol: str, state: State) -> list[Tensor]:
     ]
 
 
-def check_behind(algorithm: Algorithm, state: State) -> Tensor | None:
-    """Return the numbers from which x follows, or None where it is a buffer.
-
-    Raises:
-        ValueError: the state has x itself where it is to follow.
-    """
-    if not algorithm.num_lookahead_scalars:
-        return None
-    if not isinstance(state.behind, Tensor):
-        raise ValueError(
-            "got a state without the numbers of its last step, expected one of a rule "
-            "with the same options: store_iterate=True takes a state that has x itself"
-        )
-    return state.behind
-
-
-def iterates(leaves: Leaves, state: State) -> list[Tensor]:
-    """Return the iterates that the leaves are ahead of.
-
-    Raises:
-        ValueError: a state of another rule or of other parameters.
-    """
-    algorithm = leaves.algorithm
-    numbers = check_behind(algorithm, state)
-    if numbers is None:
-        return held(leaves, "x", state)
-    preconditioner = algorithm.preconditioner
-    moments = {s: leaves.stacks(held(leaves, s, state)) for s in algorithm.moments}
-    xs = []
-    for i, y in enumerate(leaves.stacks(leaves.tensors)):
-        behind = numbers.to(y.dtype).unbind()
-        buffers = {s: m[i].to(y.dtype) for s, m in moments.items()}
-        xs.append(preconditioner.behind(y, buffers, behind))
-    return leaves.unstacked(xs)
-
-
 def bind(
     leaves: Leaves,
     grads: Tree,
@@ -286,10 +233,9 @@ def bind(
         ValueError: gradients or a state that do not belong to the leaves.
     """
     algorithm, tensors = leaves.algorithm, leaves.tensors
-    operands = {}
-    if reference is not None and algorithm.reference is not None:
-        h = leaves.matching(reference, "reference")
-        operands[algorithm.reference] = leaves.stacks(h, tensors)
+    given: Sequence[Tensor | None] = [None] * len(tensors)
+    if reference is not None and algorithm.h_from is not None:
+        given = leaves.stacks(leaves.matching(reference, "reference"), tensors)
     at_owner = algorithm.owned
     kept = {symbol: held(leaves, symbol, state) for symbol in algorithm.kept}
     owned = [kept.pop(symbol) for symbol in at_owner]
@@ -306,7 +252,7 @@ def bind(
                 shape=shape,
                 rows=matrix_rows(algorithm, leaf, shape, leaves.collectives),
                 cuts=rounding_cuts(algorithm, leaf, leaves.collectives),
-                given={symbol: stack[i] for symbol, stack in operands.items()},
+                given=given[i],
             )
         )
         by_param = zip(*(leaves.rows(buffer[i]) for buffer in owned), strict=True)
@@ -314,14 +260,12 @@ def bind(
     if gamma is None:
         gamma = 0.0 if algorithm.correction is None else algorithm.correction.gamma
     num = sum(stack.num_tensors for stack in stacks)
-    behind = check_behind(algorithm, state)
     hyper = Hyperparameters(
         algorithm,
         lr,
         gamma,
         state.t.expand(num),
         dtypes=tuple(dict.fromkeys(working_dtype(stack.x) for stack in stacks)),
-        behind=None if behind is None else behind.expand(num, -1),
         parts=norms_per_tensor([(s.num_tensors, s.num_clipped) for s in stacks]),
         unread_lr=lr if isinstance(lr, Tensor) and not can_read(lr) else None,
     )
@@ -334,7 +278,6 @@ def unbind(
     owned: Sequence[Sequence[Tensors | None]],
     state: State,
     decision: Decision,
-    behind: Tensor | None,
 ) -> tuple[list[Tensor], State]:
     """Return the leaves and their state after a step: inverse of ``bind``.
 
@@ -343,7 +286,6 @@ def unbind(
         stacks, owned: the results of the step for these leaves (``Moved``).
         state: before the step.
         decision: the step's.
-        behind: (N, num_lookahead_scalars), after the step (``Decision``).
     """
     algorithm = leaves.algorithm
     at_owner = algorithm.owned
@@ -358,6 +300,5 @@ def unbind(
             tensors = leaves.unstacked([stack.buffers[symbol] for stack in stacks])
         buffers[symbol] = rebuild(leaves.tree, tensors)
     went = decision.finite.to(state.t.dtype)
-    last = () if behind is None else behind[0]  # all tensors have the same
-    new = State(state.t + went, state.skipped + 1 - went, buffers, last)
+    new = State(state.t + went, state.skipped + 1 - went, buffers)
     return leaves.unstacked([stack.x for stack in stacks]), new

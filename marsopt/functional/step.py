@@ -5,7 +5,7 @@ two; the class hands in a ``Run`` that compiles their parts and writes in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -14,8 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from marsopt.functional.binding import buffer_shape
-from marsopt.functional.collectives import Collectives, Request, Tensors, flat_indices
-from marsopt.functional.stacks import repeated, stacked, where_or_unread
+from marsopt.functional.collectives import (
+    LOCAL,
+    Collectives,
+    Request,
+    Tensors,
+    flat_indices,
+)
+from marsopt.functional.stacks import repeated, stacked
 from marsopt.functional.step_types import (
     Decision,
     Hyperparameters,
@@ -28,8 +34,8 @@ from marsopt.functional.step_types import (
     scalar_dtype,
 )
 from marsopt.rules import rounding
+from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.checks import Number
-from marsopt.rules.correction import pairs
 from marsopt.rules.decay import at
 from marsopt.rules.dtypes import root, working, working_dtype
 from marsopt.rules.preconditioner import MatrixCost, MatrixInput
@@ -37,8 +43,6 @@ from marsopt.rules.preconditioner import MatrixCost, MatrixInput
 if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
     from jaxtyping import Bool, Float
 
-# a buffer of stacks whose step is measured: its sums of squares, (L, 2)
-SQUARES = "squares of the step"
 ROW = 256  # elements; of shorter rows, as of a convolution, several are one
 
 
@@ -171,7 +175,6 @@ def assess(
     max_norm: Number | None,
     collectives: Collectives,
     live: Tensor | None = None,
-    digest: str | None = None,
     run: Run = PURE,
 ) -> tuple[Tensor, Decision]:
     """Measure all gradients and decide about the step.
@@ -184,7 +187,6 @@ def assess(
         max_norm: threshold of the global gradient norm; None = off.
         collectives: they sum over shards.
         live: (N,) bool, False for parts without a gradient here; None = all have one.
-        digest: a text that has to be the same on all ranks; else the step is void.
         run: the runner of the parts.
 
     Returns:
@@ -193,13 +195,14 @@ def assess(
     stacks, hypers = stacks_of(groups), [group.hyper for group in groups]
     if run.is_fused:
         return run.call(assess_alone, hypers, stacks, list(grads), live, max_norm)
-    leaves: list[Tensor] = []
     inner_products = run.each(products, stacks, grads)
-    for part, stack_members in zip(inner_products, members, strict=True):
-        of_stack = stack_members.leaves
-        leaves += repeated(of_stack, part.shape[0] // len(of_stack))
+    if collectives is LOCAL:
+        return run.call(decide_alone, hypers, inner_products, live, max_norm)
+    leaves: list[Tensor] = []
+    for stack, stack_members in zip(stacks, members, strict=True):
+        leaves += repeated(stack_members.leaves, stack.num_clipped)
     partial = statistics(inner_products, live)
-    sums = run.run_collective("exchange", collectives.sum, partial, leaves, digest)
+    sums = run.run_collective("exchange", collectives.sum, partial, leaves)
     return sums, run.call(decide, hypers, sums, max_norm)
 
 
@@ -211,7 +214,17 @@ def assess_alone(
     max_norm: Number | None,
 ) -> tuple[Tensor, Decision]:
     """``assess`` where one process has everything: one graph."""
-    sums = statistics(products(stacks, grads), live)
+    return decide_alone(hypers, products(stacks, grads), live, max_norm)
+
+
+def decide_alone(
+    hypers: Sequence[Hyperparameters],
+    inner_products: Sequence[Tensor],
+    live: Tensor | None,
+    max_norm: Number | None,
+) -> tuple[Tensor, Decision]:
+    """``decide`` from inner products that are complete: one process has everything."""
+    sums = statistics(inner_products, live)
     return sums, decide(hypers, sums, max_norm)
 
 
@@ -222,7 +235,8 @@ def stacks_of(groups: Sequence[RuleGroup]) -> list[Stack]:
 
 def products(stacks: Sequence[Stack], grads: Sequence[Tensor]) -> list[Tensor]:
     """Return the inner products of the clipped parts of every stack, partial over
-    shards: of all pairs of g and its operands, (parts, pairs), from one read of them.
+    shards, from one read of g and h: (parts, 1), of (g, g); with h (parts, 3), of
+    (g, g), (g, h) and (h, h).
 
     Written as sums of products, not as norms: inductor then keeps them in one graph
     with divisions by them. Rows are summed first, then all products of them at once:
@@ -233,11 +247,13 @@ def products(stacks: Sequence[Stack], grads: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _products(stack: Stack, g: Tensor) -> Tensor:
-    v = [working(t) for t in (g.expand_as(stack.x), *stack.operands)]
-    rows = stack.clipped_rows
+    g, rows = working(g.expand_as(stack.x)), stack.clipped_rows
     first = 1 if rows is None else stack.num_row_dims  # a norm has the remaining dims
-    dims = row_dims(v[0].shape, first)
-    terms = [v[i] * v[j] for i, j in pairs(v)]
+    dims = row_dims(g.shape, first)
+    terms = [g * g]
+    if stack.h is not None:
+        h = working(stack.h)
+        terms += [g * h, h * h]
     # (L, pairs, *the dims that are left)
     sums = torch.stack([t.sum(dims) if dims else t for t in terms], 1)
     if rows is None:
@@ -264,7 +280,7 @@ def statistics(
 ) -> Float[Tensor, "n width"]:
     """Return (N, pairs + 1): the inner products, and in the last column how many ranks
     have a gradient. A part without a gradient here has zeros in the place of g, but its
-    other operands count: another rank may have a gradient of the same tensor.
+    h counts: another rank may have a gradient of the same tensor.
     """
     width = max(p.shape[1] for p in products)
     alike = [
@@ -308,17 +324,16 @@ def decide(
             finite = finite & torch.isfinite(hyper.unread_lr).all()
     for hyper, squares in zip(hypers, clips.squares, strict=True):
         finite = finite & (squares <= _largest(hyper)).all()
-    t, behind, oks, tables = [], [], [], []
+    t, oks, tables = [], [], []
     for hyper, part, group_weights in zip(
         hypers, clips.parts, clips.weights, strict=True
     ):
-        scalars, coefficients = _scalars(hyper, part, a, finite, group_weights)
+        scalars = _scalars(hyper, part, a, finite, group_weights)
         table = scalars.table(hyper)
         t.append(hyper.t + scalars.ok.to(hyper.t.dtype))
-        behind.append(coefficients)
         oks.append(scalars.ok)
         tables.append({dtype: table.to(dtype) for dtype in hyper.dtypes})
-    return Decision(grad_norm, finite, t, behind, oks, tables)
+    return Decision(grad_norm, finite, t, oks, tables)
 
 
 class Clips(NamedTuple):
@@ -385,8 +400,8 @@ def _largest(hyper: Hyperparameters) -> float:
 def _weights(
     hyper: Hyperparameters, sums: Tensor, a: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return the weights of g and its operands in c, and the squared norms of c, or of
-    g where c is that, before the global clip.
+    """Return the weights of g and h in c, and the squared norms of c, or of g where c
+    is that, before the global clip.
     """
     correction = hyper.algorithm.active_correction
     if correction is None:
@@ -397,7 +412,9 @@ def _weights(
 
 def _beta1(hyper: Hyperparameters, dtype: torch.dtype) -> Number:
     """Return the decay of the first moment in this step, a number or (P,)."""
-    beta1: Number = at(hyper.algorithm.preconditioner.beta1, hyper.t.to(dtype) + 1)
+    preconditioner = hyper.algorithm.preconditioner
+    t = hyper.t.to(dtype) + 1
+    beta1: Number = at(preconditioner.beta1, t, preconditioner.log_time)
     if isinstance(beta1, Tensor) and beta1.ndim:
         return hyper.per_part(beta1)
     return beta1
@@ -409,26 +426,14 @@ def _scalars(
     a: Tensor,
     finite: Tensor,
     weights: tuple[Tensor, ...],
-) -> tuple[StepScalars, Tensor | None]:
-    """Return the scalars of a step, and the next step's ``behind``."""
-    algorithm, gamma = hyper.algorithm, hyper.gamma
-    correction, t = algorithm.active_correction, hyper.t.to(sums.dtype) + 1
-    beta1 = at(algorithm.preconditioner.beta1, t)
+) -> StepScalars:
+    """Return the scalars of a step."""
+    algorithm, t = hyper.algorithm, hyper.t.to(sums.dtype) + 1
     unit, live = torch.ones_like(a), hyper.per_tensor(sums[:, -1] > 0)
-    k = None if correction is None else correction.extrapolation(beta1, gamma)
-    ok, k = live & finite, None if k is None else k * unit
-    rule = tuple(v * unit for v in algorithm.scalars(t, hyper.lr, gamma))
-    behind = left = None
-    if hyper.behind is not None:  # y takes the place of x: there is no other
-        assert k is not None
-        (dtype,) = hyper.dtypes
-        rule, coefficients = algorithm.preconditioner.look_ahead(rule, k, dtype)
-        behind, k = hyper.behind.unbind(1), None
-        left = torch.stack([value.expand_as(t) for value in coefficients], 1)
-        left = torch.where(ok[:, None], left, hyper.behind)
-    grad_clip = a if algorithm.written else None
+    rule = tuple(v * unit for v in algorithm.scalars(t, hyper.lr, hyper.gamma))
+    grad_clip = a if algorithm.h_from == "step" else None
     key = rounding.step_key(t) if algorithm.stochastic_rounding else None
-    return StepScalars(ok, grad_clip, weights, k, behind, key, rule), left
+    return StepScalars(live & finite, grad_clip, weights, key, rule)
 
 
 # ---- moving --------------------------------------------------------------------------
@@ -558,24 +563,13 @@ def update(
     and for an elementwise algorithm. Where ``matrix`` is given, they are written there.
     """
     algorithm, s = stack.algorithm, StepScalars.of(scalars, stack, stack.x)
-    g = working(g.expand_as(stack.x))
-    c = s.weights[0] * g
-    for weight, operand in zip(s.weights[1:], stack.operands, strict=True):
-        c = c + weight * working(operand)
-    moments = {symbol: working(stack.buffers[symbol]) for symbol in algorithm.moments}
-    x = working(iterate(stack))
-    if s.behind is not None:
-        x = algorithm.preconditioner.behind(x, moments, s.behind)
-    out, new = algorithm.preconditioner.update(x, c, moments, s.rule)
-    correction = algorithm.active_correction
-    if correction is not None and s.grad_clip is not None:
-        symbols = correction.keeps.keys() & stack.buffers.keys()
-        old = {symbol: working(stack.buffers[symbol]) for symbol in sorted(symbols)}
-        new |= correction.kept(s.grad_clip * g, old)
-    new = {symbol: rounded(stack, symbol, v, s.key) for symbol, v in new.items()}
-    if s.behind is not None and any(v.dtype != x.dtype for v in new.values()):
-        kept = {symbol: value.to(x.dtype) for symbol, value in new.items()}
-        out = algorithm.preconditioner.x_after(x, c, kept, s.rule)  # x follows from it
+    index = None
+    if algorithm.stochastic_rounding:
+        dtype = torch.int32 if stack.shape.numel() < 2**31 else torch.int64
+        index = flat_indices(stack.shape, stack.cuts, stack.x.device, dtype)
+    out, new = new_values(
+        algorithm, s, stack.x, g.expand_as(stack.x), stack.buffers, stack.h, index
+    )
     buffers = dict(stack.buffers)
     for symbol, value in new.items():
         buffers[symbol] = torch.where(s.ok, value, buffers[symbol])
@@ -589,8 +583,50 @@ def update(
     return write_params(stack, out, s), None
 
 
+def new_values(
+    algorithm: Algorithm,
+    s: StepScalars,
+    x: Tensor,
+    g: Tensor,
+    buffers: Mapping[str, Tensor],
+    h: Tensor | None,
+    index: Tensor | None,
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """Return two results: the new x of an elementwise algorithm, or the matrix for the
+    owners of a matrix algorithm (None stands for m); and the new buffers by symbol, in
+    their own dtypes.
+
+    Args:
+        algorithm: what moves x.
+        s: scalars of the step, as factors of x.
+        x, g: a tensor, and its gradient of the same shape.
+        buffers: at home in shards, by symbol, of the same shape.
+        h: the reference gradient, if there is one.
+        index: numbers of the elements in the whole tensor, for stochastic rounding.
+    """
+    g = working(g)
+    c = s.weights[0] * g
+    if h is not None:
+        c = c + s.weights[1] * working(h)
+    moments = {symbol: working(buffers[symbol]) for symbol in algorithm.moments}
+    out, new = algorithm.preconditioner.update(working(x), c, moments, s.rule)
+    correction = algorithm.active_correction
+    if correction is not None and s.grad_clip is not None:
+        new["h"] = correction.next_h(s.grad_clip * g, working(buffers["h"]))
+    for symbol, value in new.items():
+        number = list(algorithm.buffers).index(symbol)
+        dtype = buffers[symbol].dtype
+        if index is None or not algorithm.rounds(algorithm.buffers[symbol], dtype):
+            new[symbol] = value.to(dtype)
+        else:
+            assert s.key is not None
+            noise = rounding.noise(index, s.key, number)
+            new[symbol] = rounding.stochastic(value, noise)
+    return out, new
+
+
 def rounded(stack: Stack, symbol: str, value: Tensor, key: Tensor | None) -> Tensor:
-    """Return a new value of a buffer in its dtype; ``key`` is a factor of it."""
+    """Return a new value of a buffer of rows in its dtype; ``key`` is its factor."""
     old, algorithm = stack.buffers[symbol], stack.algorithm
     buffer = algorithm.buffers[symbol]
     if key is None or not algorithm.rounds(buffer, old.dtype):
@@ -602,39 +638,10 @@ def rounded(stack: Stack, symbol: str, value: Tensor, key: Tensor | None) -> Ten
     return rounding.stochastic(value, rounding.noise(index, key, number))
 
 
-def iterate(stack: Stack) -> Tensor:
-    """Return the parameters that a step starts from: those in the state, where it
-    keeps some.
-    """
-    return stack.buffers.get("x", stack.x) if stack.algorithm.is_ahead else stack.x
-
-
 def write_params(stack: Stack, new: Tensor, s: StepScalars) -> Stack:
-    """Return ``stack`` with the parameters ``new``; where gradients are taken ahead
-    those go to the state, and y = x + k (x - x_prev) takes their place.
-    """
-    old, dtype = iterate(stack), stack.x.dtype
-    x = torch.where(s.ok, new.to(dtype), old)
-    if SQUARES in stack.buffers:
-        buffers = {**stack.buffers, SQUARES: squares(x, old)}
-        stack = stack._replace(buffers=buffers)
-    if s.extrapolation is None:
-        return stack._replace(x=x)
-    y = new + s.extrapolation * (new - working(old))
-    y = where_or_unread(s.ok, y.to(dtype), stack.x)
-    return stack._replace(x=y, buffers={**stack.buffers, "x": x})
-
-
-def squares(x: Tensor, old: Tensor) -> Tensor:
-    """Return the sums of squares of a step and of the parameters before it, (L, 2),
-    partial over shards: from values that the step has at hand.
-    """
-    before = working(old)
-    step = working(x) - before
-    dims = row_dims(before.shape, 1)
-    sums = [v.sum(dims) if dims else v for v in (step * step, before * before)]
-    stacked_sums = torch.stack(sums, 1)
-    return stacked_sums.flatten(2).sum(2) if stacked_sums.ndim > 2 else stacked_sums
+    """Return ``stack`` with the parameters ``new``."""
+    x = torch.where(s.ok, new.to(stack.x.dtype), stack.x)
+    return stack._replace(x=x)
 
 
 def apply(
@@ -653,7 +660,7 @@ def apply(
             of_old = StepScalars.of(scalars, stack, old)
             value = rounded(stack, symbol, value, of_old.key)
             buffers[symbol] = torch.where(of_old.ok, value, old)
-    o, x = working(matrix), working(iterate(stack))
+    o, x = working(matrix), working(stack.x)
     factors = {symbol: factor(value, o) for symbol, value in by_symbol.items()}
     new = preconditioner.apply(x, o, factors, s.rule, stack.scale_of(x))
     return write_params(stack._replace(buffers=buffers), new, s), None

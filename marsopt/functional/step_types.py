@@ -39,15 +39,16 @@ class Stack(NamedTuple):
     rows: MatrixRows | None = None
     # where noise is needed: what lies here, as ``Collectives.cuts`` says
     cuts: Mapping[int, Tensor] = {}
-    given: Mapping[str, Tensor] = {}  # operands in place of buffers of the same symbol
+    given: Tensor | None = None  # h, if the caller hands it over
     # what ``optim.compiled.flatten`` makes of it, where it stays for many steps
     flat: tuple[Hashable, Sequence[Tensor]] | None = None
 
     @property
-    def operands(self) -> list[Tensor]:
-        """Return what c is made of beside the gradient."""
-        tensors = {**self.buffers, **self.given}
-        return [tensors[symbol] for symbol in self.algorithm.operands]
+    def h(self) -> Tensor | None:
+        """Return the reference gradient of this step; None if there is none."""
+        if self.algorithm.h_from is None:
+            return None
+        return self.buffers["h"] if self.given is None else self.given
 
     @property
     def num_tensors(self) -> int:
@@ -146,9 +147,6 @@ class Hyperparameters(NamedTuple):
     gamma: Number
     t: Tensor  # (N,) steps that each tensor has taken
     dtypes: tuple[torch.dtype, ...]  # working dtypes of its stacks, each once
-    # (N, num_lookahead_scalars) coefficients that the last step left, by which x
-    # follows from y; None: x is kept
-    behind: Tensor | None = None
     # of each stack: its tensors, and the parts of each that have a norm of their own;
     # None: one part each (a graph would guard every number)
     parts: tuple[tuple[int, int], ...] | None = None
@@ -221,12 +219,8 @@ class StepScalars(NamedTuple):
     ok: Tensor  # bool: the step is finite and the tensor has a gradient
     # factor of the global clip, with which a gradient is kept; None: none is
     grad_clip: Tensor | None
-    # c = weights[0] * gradient + weights[1] * first operand + ...
+    # of the gradient and, if there is one, of h
     weights: tuple[Tensor, ...]
-    # by how many displacements y is ahead of x; None: parameters are x
-    extrapolation: Tensor | None
-    # coefficients of the last step, by which x follows from y; None: x is there
-    behind: tuple[Tensor, ...] | None
     # of the noise in this step, int64; None: nothing is rounded stochastically
     key: Tensor | None
     rule: tuple[Tensor, ...]  # the preconditioner's: rates and bias corrections
@@ -235,8 +229,6 @@ class StepScalars(NamedTuple):
         """Return all but ``ok`` as floating point (P, K), a row for each part."""
         columns = [] if self.grad_clip is None else [self.grad_clip]
         columns += self.weights
-        columns += [] if self.extrapolation is None else [self.extrapolation]
-        columns += self.behind or ()
         if self.key is not None:  # 16 bits are exact in every dtype
             halves = self.key >> 16, self.key & HALF
             columns += [half.to(self.weights[0].dtype) for half in halves]
@@ -265,29 +257,27 @@ class StepScalars(NamedTuple):
             parts = [column.view(stack.num_tensors, -1) for column in columns]
             columns = [rows.spread(column, shape) for column in parts]
         columns = [factor(column, like) for column in columns]
-        num_scalars = algorithm.num_lookahead_scalars
-        num_weights = 1 + len(algorithm.operands)
-        ok, *rest = columns
-        grad_clip = extrapolation = behind = key = None
-        if algorithm.written:
+        return cls.read(algorithm, *columns)
+
+    @classmethod
+    def read(cls, algorithm: Algorithm, ok: Tensor, *columns: Tensor) -> StepScalars:
+        """Return the scalars from the columns of ``table``."""
+        num_weights = 1 if algorithm.h_from is None else 2
+        grad_clip = key = None
+        rest = list(columns)
+        if algorithm.h_from == "step":
             grad_clip, *rest = rest
         weights, rest = rest[:num_weights], rest[num_weights:]
-        if num_scalars:
-            behind, rest = tuple(rest[:num_scalars]), rest[num_scalars:]
-        elif algorithm.is_ahead:
-            extrapolation, *rest = rest
         if algorithm.stochastic_rounding:
             high, low, *rest = rest
             key = (high.to(torch.int64) << 16) | low.to(torch.int64)
-        return cls(
-            ok, grad_clip, tuple(weights), extrapolation, behind, key, tuple(rest)
-        )
+        return cls(ok, grad_clip, tuple(weights), key, tuple(rest))
 
 
 class StackScalars(NamedTuple):
     """The scalars of a step for the parts of a stack's tensors."""
 
-    ok: Tensor  # (parts,) bool, of its own: a GPU loads y behind this flag, widely
+    ok: Tensor  # (parts,) bool
     table: Tensor  # (parts, K): ``StepScalars.table``
 
 
@@ -302,7 +292,6 @@ class Decision(NamedTuple):
     grad_norm: Tensor  # 0-D, global norm of the gradient before any clip
     finite: Tensor  # 0-D bool; False means that nothing changes
     t: list[Tensor]  # (N,) of every group, after the step
-    behind: list[Tensor | None]  # as in ``Hyperparameters``, after the step
     ok: list[Tensor]  # (N,) bool of every group: which tensors move
     # of every group, ``StepScalars.table`` in each dtype that one of its stacks is
     # computed in: a wider one would widen the products

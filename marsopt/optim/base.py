@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,48 +13,36 @@ from torch.optim import Optimizer
 
 from marsopt.functional.collectives import LOCAL, OwnerBuffer
 from marsopt.functional.routing import all_hyperparameters
-from marsopt.functional.step import global_clip
 from marsopt.functional.step_types import scalar_dtype
-from marsopt.optim.advice import (
-    advise_on_groups,
-    advise_on_loaded,
-    unknown_keys,
-    warn_of_two_rates,
-)
 from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.compiled import InPlace, once, resolve_compile
 from marsopt.optim.device_values import DeviceHyperparameters
+from marsopt.optim.exact import NextGradients
 from marsopt.optim.foreign import from_other_library
 from marsopt.optim.groups import (
     check_group,
+    check_keys,
     check_no_module,
     check_once,
     check_parameters,
-    config_fingerprint,
+    configuration,
     device_of,
     fill_defaults,
     labels,
+    split_group,
     validate_group,
 )
+from marsopt.optim.kernels import Kernels
 from marsopt.optim.layout import Layout
-from marsopt.optim.loading import check_is_mapping, has_other_names
-from marsopt.optim.protocols.base import Factor, ParameterHandle
-from marsopt.optim.protocols.table import protocol_of
 from marsopt.optim.state_dict import (
-    STAGE_COUNT,
-    TRAIN_MODE,
     check_entries,
     check_ids,
-    check_is_apart,
     in_order_of_names,
     to_restore,
     under_loaded,
 )
 from marsopt.optim.statistics import LastStep
-from marsopt.optim.watch import Writes
 from marsopt.rules import checks
-from marsopt.rules.buffers import LOOKAHEAD
-from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.registry import correction_named
 
 log = logging.getLogger(__name__)
@@ -70,8 +58,7 @@ class Description(NamedTuple):
     # 0-D, on the device, which steps read and write where they are: how many steps were
     # skipped and, if there is one, the threshold of the global norm
     scalars: list[Tensor]
-    num_protocol_bytes: int  # held for the correction beside ``optimizer.state``
-    is_torn: bool  # whether an exception has broken off a step
+    num_kept_bytes: int  # of the next batch's gradients, beside ``optimizer.state``
 
 
 class LayoutOptimizer(Optimizer):
@@ -88,67 +75,60 @@ class LayoutOptimizer(Optimizer):
         self, params: Any, defaults: dict[str, Any], options: dict[str, Any]
     ) -> None:
         self._options = options
+        # of each group as it was given, its parameters' numbers in a state dict
+        self._given: list[list[int]] = []
         self._forget_layouts()
         self._loading: dict[str, Any] | None = None  # inside load_state_dict
         self._grad_norm: Tensor | None = None
         self._last: LastStep | None = None
         self._skipped = torch.zeros((), dtype=torch.int64)
-        self._start_watching()
+        self._start_protocol()
         self._agreed = False  # whether all ranks were found to hold the same options
         check_no_module(params)
         super().__init__(params, defaults)
-        self._advise_on(self.param_groups)
         self._place()
         self._build()
 
-    def _start_watching(self) -> None:
-        self._protocol = protocol_of(correction_named(self._options["correction"]))()
-        self._say, self._writes = once(), Writes()
-        self._num_keys: list[int] = []  # of each group, when its keys were looked at
+    def _start_protocol(self) -> None:
+        correction = correction_named(self._options["correction"])
+        self._next_grads = NextGradients(is_used=correction.h_from == "caller")
+        self._say = once()
 
     # ---- construction --------------------------------------------------------------
 
     @torch.inference_mode(False)
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its state is made at once.
+        """Add a group, or two: its matrices, and other tensors, where another rule or
+        other values move them. Their state is made at once.
 
         Raises:
             TypeError, ValueError: as the constructor; then nothing was added.
         """
         check_once(self.param_groups, param_group)
-        defaulted = set()
+        groups, order = [param_group], list[int]()
         if isinstance(param_group, dict):  # torch.optim refuses all else
-            defaulted = fill_defaults(param_group, self._options, self.defaults)
-        super().add_param_group(param_group)
+            given = dict(param_group)
+            check_keys(given, self.defaults, self._options)
+            fill_defaults(given, self._options, self.defaults)
+            groups, order = split_group(given)
+            if len(groups) == 1:  # as torch.optim has it, the given dict
+                param_group.clear()
+                param_group.update(groups[0])
+                groups = [param_group]
+        num_before, num_params = len(self.param_groups), len(self._ids())
         try:
-            validate_group(self.param_groups[-1], self._options)
+            for group in groups:
+                super().add_param_group(group)
+                validate_group(group, self._options)
             if self._layout is not None:  # the constructor checks all of them at once
                 check_parameters(self.param_groups, self._options, self.state)
         except (TypeError, ValueError):
-            self.param_groups.pop()
+            del self.param_groups[num_before:]
             raise
-        if "lr_1d" in defaulted:
-            warn_of_two_rates(param_group, self._options)
-        if TRAIN_MODE in self.defaults:
-            self.param_groups[-1][TRAIN_MODE] = self.param_groups[0][TRAIN_MODE]
+        self._given.append([num_params + position for position in order])
         if self._layout is not None:  # else the constructor is still adding groups
-            self._advise_on([param_group])
             self._build()
             self._agreed = False
-
-    def _advise_on(self, new: Sequence[Mapping[str, Any]]) -> None:
-        groups, options = self.param_groups, self._options
-        advise_on_groups(new, groups, options, self._ours, self._say)
-
-    def _advise_on_written_keys(self) -> None:
-        """Log advice on keys that were written into groups between steps."""
-        num_keys = [*map(len, self.param_groups)]
-        if num_keys == self._num_keys:  # a warm step looks no further
-            return
-        self._num_keys = num_keys
-        for group in self.param_groups:
-            for message in unknown_keys(group, self._ours):
-                self._say(logging.WARNING, message)
 
     def _forget_layouts(self) -> None:
         self._layout: Layout | None = None
@@ -177,7 +157,12 @@ class LayoutOptimizer(Optimizer):
         self.max_norm = self._options["max_norm"]
         if self._layout is not None and log.isEnabledFor(logging.DEBUG):
             log.debug(NEW_LAYOUT, self._layout.changes(self.param_groups))
-        self._run = InPlace(
+        kind = (
+            partial(Kernels, layout.places)
+            if self._compile and layout.is_printed
+            else InPlace
+        )
+        self._run = kind(
             layout.portions(self._compile),
             layout.batches,
             device=self._skipped.device,
@@ -211,66 +196,17 @@ class LayoutOptimizer(Optimizer):
             self._layout,
         )
 
-    def _fitting(self, what: str, *, agree: bool = True) -> Layout:
+    def _fitting(self) -> Layout:
         """The layout, rebuilt where groups, parameters or state have changed since it
-        was bound; for ``what``, which is going to write. Ranks ``agree`` where all of
-        them do it.
+        was bound. All ranks call it.
         """
-        self._writes.check(what)
-        self._writes.check_may_write(what)
-        if agree and not self._agreed:  # once: later changes need not come everywhere
-            fingerprint = config_fingerprint(self.param_groups, self._options)
-            params = labels(self.param_groups)
-            self._present.collectives.agree(fingerprint, params)
+        if not self._agreed:  # once: later changes need not come everywhere
+            values = configuration(self.param_groups, self._options)
+            self._present.collectives.agree(values, labels(self.param_groups))
             self._agreed = True
-        self._advise_on_written_keys()
         if not self._present.fits(self.param_groups, self.state):
             self._build()
         return self._present
-
-    # ---- the protocol of the correction ----------------------------------------------
-
-    @torch.inference_mode(False)  # else later steps could not write the tensors
-    @torch.no_grad()
-    @without_autocast
-    def _dispatch(self, call: str, *arguments: Any) -> Any:
-        """Let the correction's protocol handle a method; None where it does not."""
-        if call not in self._protocol.handled_calls:
-            return None
-        return getattr(self._protocol, call)(self, *arguments)
-
-    def parameter_handles(
-        self, call: str, *, agree: bool = True
-    ) -> list[ParameterHandle]:
-        """Return all parameters that move, for a protocol's ``call``."""
-        return self._fitting(call, agree=agree).handles
-
-    @property
-    def writing(self) -> AbstractContextManager[None]:
-        """The context around all that a protocol writes."""
-        return self._writes
-
-    def notify_written(self) -> None:
-        """Bring the pieces that other ranks have written of parameters that every rank
-        holds; drop gathered copies of parameters, which are stale now.
-        """
-        self._present.collectives.gather_params(self._present.params)
-        self._present.collectives.invalidate()
-
-    def gradient_factor(self, grad_scale: float | Tensor | None) -> Factor:
-        """Return what to multiply the present gradients by: one over ``grad_scale``,
-        and a global clip of their own.
-        """
-        factor = None if grad_scale is None else 1.0 / grad_scale
-        if self._max_norm is None:
-            return factor
-        scale = 1.0 if factor is None else factor
-        return scale * global_clip(self._present.present_norm() * scale, self._max_norm)
-
-    @property
-    def _ours(self) -> set[str]:
-        """What MARS keeps in groups beside hyperparameters."""
-        return {*self.defaults, TRAIN_MODE, STAGE_COUNT}
 
     @property
     def max_norm(self) -> float | None:
@@ -303,8 +239,7 @@ class LayoutOptimizer(Optimizer):
             buckets=self._present.buckets,
             calls=self._run.calls,
             scalars=[s for s in (self._skipped, self._max_norm) if s is not None],
-            num_protocol_bytes=self._protocol.num_bytes,
-            is_torn=self._writes.are_torn,
+            num_kept_bytes=self._next_grads.num_bytes,
         )
 
     def __repr__(self) -> str:
@@ -326,13 +261,8 @@ class LayoutOptimizer(Optimizer):
     # ---- state ---------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's: hyperparameters of the groups, and state by parameter.
-
-        Raises:
-            RuntimeError: an exception has broken off a step.
-        """
-        self._writes.check("state_dict()")
-        self._protocol.check_may_save(self)
+        """As torch.optim's: hyperparameters of the groups, and state by parameter."""
+        self._next_grads.check_may_save()
         if not self._present.covers(self.param_groups):
             self._build()
         handle = self.register_state_dict_post_hook(
@@ -349,13 +279,6 @@ class LayoutOptimizer(Optimizer):
         for group in saved["param_groups"]:
             group |= {n: known[n].plain(v) for n, v in group.items() if n in known}
         ids, collectives = self._ids(), self._present.collectives
-        for p, keys in self._present.cut_entries(self.state):
-            pieces = [self.state[p][key] for key in keys]
-            wholes = collectives.gather_state(pieces, [p] * len(keys))
-            for key, piece, whole in zip(keys, pieces, wholes, strict=True):
-                if whole is not piece:
-                    entry = saved["state"][ids[p]] = dict(saved["state"][ids[p]])
-                    entry[key] = whole.cpu()  # a device need not have room for all
         owned = self._present.owned_entries()
         buffers = [
             OwnerBuffer(self.state[p][key], p, sizes, owns)
@@ -365,6 +288,17 @@ class LayoutOptimizer(Optimizer):
         for (p, key, _, _), whole in zip(owned, published, strict=True):
             entry = saved["state"][ids[p]] = dict(saved["state"][ids[p]])
             entry[key] = whole
+
+    def _as_given(self) -> list[list[int]]:
+        """Return, of each group as it was given, the numbers of its parameters in a
+        state dict. Groups that were changed from outside stand for themselves.
+        """
+        num_params = [len(group["params"]) for group in self.param_groups]
+        every = list(range(sum(num_params)))
+        if sorted(i for numbers in self._given for i in numbers) == every:
+            return self._given
+        rest = iter(every)
+        return [[next(rest) for _ in range(num)] for num in num_params]
 
     def _ids(self) -> dict[Tensor, int]:
         """Return under which number a state dict knows each parameter."""
@@ -384,34 +318,25 @@ class LayoutOptimizer(Optimizer):
         parameters (``param_names``), else by position, as in torch.optim. A parameter
         without an entry restarts. Hyperparameters come from ``state_dict`` too, as in
         torch.optim; a value that its groups lack stays as it is. A caller's own entries
-        in the state are loaded as torch.optim loads them. After a step that an
-        exception has broken off, this is the way back, if the model's parameters are
-        loaded too.
+        in the state are loaded as torch.optim loads them.
 
         Raises:
             ValueError: other groups or shapes, an unknown library, a hyperparameter out
                 of its range, state that the loaded hyperparameters need and
                 ``state_dict`` lacks, or a value that no step leaves there: NaN,
-                infinity, a negative square, a step that is no count, a list, a sparse
-                or integer tensor (parameter and key are named). Nothing has changed
-                then.
+                infinity, a negative second moment, a tensor that is not floating point
+                (the parameter is named). Nothing has changed then.
         """
-        if not isinstance(state_dict, list):
-            check_is_mapping(state_dict)
         before = self.param_groups, self.state
-        counts = [
-            (entry[key], entry[key].clone())
-            for entry in before[1].values()
-            for key in ("step", LOOKAHEAD)
-            if isinstance(entry.get(key), Tensor)
-        ]
         given = cast(dict[str, Any], state_dict)  # torch.optim only copies it
-        self._loading, torn = given, self._writes.are_torn
+        self._loading = given
 
         def remember(_: Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
             # a caller's hooks may have replaced it
             groups = self.param_groups
-            own = from_other_library(groups, self._options, after_hooks)
+            own = from_other_library(
+                groups, self._options, after_hooks, self._as_given()
+            )
             check_entries(labels(groups), own)
             self._loading = in_order_of_names(groups, own)
             return self._loading
@@ -420,22 +345,12 @@ class LayoutOptimizer(Optimizer):
         try:
             super().load_state_dict(given)  # comes by __setstate__
         except BaseException:
-            if self._loading is None:  # all was written before a caller's hook failed
-                self._writes.are_torn = True
-                raise
-            self.param_groups, self.state = before
-            with torch.no_grad():
-                for present, value in counts:
-                    present.copy_(value)
+            if self._loading is not None:  # else a caller's hook fails after the load
+                self.param_groups, self.state = before
             raise
         finally:
             handle.remove()
             self._loading = None
-        if torn:
-            log.warning(
-                "marsopt: an exception had broken off the step before this state was "
-                "loaded: load the model's parameters of the same checkpoint too"
-            )
 
     def _restore(self, saved: dict[str, Any], cast: dict[str, Any]) -> None:
         """Take over ``saved``; torch.optim has made ``cast`` of it, in which state has
@@ -443,9 +358,8 @@ class LayoutOptimizer(Optimizer):
         """
         before = self.param_groups
         groups = zip(before, cast["param_groups"], strict=True)
-        foreign = set() if TRAIN_MODE in self.defaults else {TRAIN_MODE, "gamma_1d"}
         self.param_groups = [
-            {**old, **{key: new[key] for key in new if key not in foreign}}
+            {**old, **new}
             | {key: old[key] for key in ("param_names",) if key in old}  # of ours
             for old, new in groups
         ]
@@ -460,28 +374,21 @@ class LayoutOptimizer(Optimizer):
                     "expected one of MARS, or of torch.optim's AdamW: load only the "
                     "model"
                 ) from error
-        advise_on_loaded(before, self.param_groups, self._ours, self._say)
         self.state = under_loaded(self.state, cast["state"])
         layout = self._new_layout()
         layout.bind()
         labelled = labels(self.param_groups)
-        if self._writes.are_torn:
-            check_is_apart(self.state, saved)
         ids = dict(zip(self._ids(), check_ids(labelled, saved), strict=True))
         saved = self._claimed(saved, ids, layout)
-        pairs, report = to_restore(
+        pairs = to_restore(
             self.state, labelled, saved, layout.params, layout.collectives
         )
-        report.is_by_position = has_other_names(self.param_groups, saved)
-        entries = {p: saved["state"].get(i, {}) for p, i in ids.items()}
-        with self._writes:
-            for tensor, value in pairs:  # the authors' step is an int
-                is_tensor = isinstance(value, Tensor)
-                tensor.copy_(value) if is_tensor else tensor.fill_(value)
-            self._protocol.load(layout.handles, entries)
-            self._build(layout)
+        for tensor, value in pairs:  # the authors' step is an int
+            is_tensor = isinstance(value, Tensor)
+            tensor.copy_(value) if is_tensor else tensor.fill_(value)
+        self._next_grads.restart(is_fresh=True)
+        self._build(layout)
         self._loading = None
-        report.write()
 
     def _claimed(
         self, saved: dict[str, Any], ids: Mapping[Tensor, Any], layout: Layout
@@ -489,13 +396,7 @@ class LayoutOptimizer(Optimizer):
         """Return ``saved``, which knows parameters by ``ids``, with those parts of it
         that live here.
         """
-        entries, piece = dict(saved["state"]), layout.collectives.local_state
-        by_parameter = {p: entries[i] for p, i in ids.items() if i in entries}
-        for p, keys in layout.cut_entries(by_parameter):
-            if keys:
-                entry = by_parameter[p]
-                pieces = {key: piece(entry[key], p) for key in keys}
-                entries[ids[p]] = {**entry, **pieces}
+        entries = dict(saved["state"])
         for p, key, owns, sizes in layout.owned_entries():
             entry = dict(entries.get(ids[p], {}))
             if key in entry:
@@ -504,11 +405,11 @@ class LayoutOptimizer(Optimizer):
         return {**saved, "state": entries}
 
     def __getstate__(self) -> dict[str, Any]:
-        self._writes.check("a copy or pickle")
-        self._protocol.check_may_save(self)
-        names = ("_options", "_compile", "_skipped")
+        self._next_grads.check_may_save()
+        names = ("_options", "_given", "_compile", "_skipped")
         kept = {key: getattr(self, key) for key in names}
-        return {**super().__getstate__(), **kept, "_progress": self._protocol.progress}
+        kept["_is_fresh"] = self._next_grads.is_fresh
+        return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if (loading := self.__dict__.get("_loading")) is not None:
@@ -521,8 +422,7 @@ class LayoutOptimizer(Optimizer):
             self._forget_layouts()
             self._grad_norm = self._last = None
             self._agreed = False
-            progress = self.__dict__.pop("_progress")
-            self._start_watching()
+            is_fresh = self.__dict__.pop("_is_fresh")
+            self._start_protocol()
+            self._next_grads.restart(is_fresh)
             self._build()
-            self._protocol.load(self._present.handles, self.state)
-            self._protocol.progress = progress

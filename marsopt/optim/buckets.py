@@ -32,7 +32,6 @@ from marsopt.functional.step_types import (
     Stack,
     formula,
     norms_per_tensor,
-    scalar_dtype,
 )
 from marsopt.optim.compiled import flatten
 from marsopt.optim.device_values import DeviceHyperparameters
@@ -40,7 +39,7 @@ from marsopt.optim.groups import moves
 from marsopt.optim.portions import batch_of, should_stack, takes_batches
 from marsopt.optim.state_dict import STAGE_COUNT, State
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.buffers import LOOKAHEAD, Buffer, is_full, owned_shapes
+from marsopt.rules.buffers import Buffer, is_full, owned_shapes
 from marsopt.rules.dtypes import working_dtype
 from marsopt.rules.hyperparameters import numbers_of, with_numbers
 from marsopt.rules.matrices import MatrixRows
@@ -88,7 +87,6 @@ class ParameterBucket:
         # parts of each parameter that have a norm of their own
         self.num_clipped = self.algorithm.num_clipped(self.shape)
         kept = [buffer.key for buffer in self.algorithm.buffers.values()]
-        kept += [LOOKAHEAD] if self.algorithm.num_lookahead_scalars else []
         # returns the tensors that the state's entry of a parameter holds for the
         # algorithm: of two keys or more a tuple
         self.kept = itemgetter("step", *(kept or ["step"]))
@@ -145,9 +143,9 @@ class ParameterBucket:
         )
 
 
-class GroupSide(NamedTuple):
-    """The parameters of one param group that one algorithm moves; or of several, by
-    ``joined``.
+class MovingGroup(NamedTuple):
+    """The parameters of a param group that move, and its algorithm; or of several
+    groups, by ``joined``.
     """
 
     algorithm: Algorithm
@@ -166,126 +164,112 @@ class BucketGroup(RuleGroup):
 
     buckets: list[ParameterBucket]
     groups: list[dict[str, Any]]
-    # rows of what ``hyper`` has of each parameter, and the tensors of
-    # ``optimizer.state`` from and to which a step copies them
-    numbers: list[tuple[list[Tensor], list[Tensor]]]
     refresh: Callable[[], None]  # takes over the groups' present ones
 
 
 # ---- buckets -------------------------------------------------------------------------
 
 
-def split(
+def moving_group(
     group: dict[str, Any], hyper: DeviceHyperparameters, state: State
-) -> list[GroupSide]:
-    """Return the parameters of a group that move, by the algorithm that moves them."""
-    params, routing = group["params"], hyper.routing
-    moving = [i for i, p in enumerate(params) if moves(p, state)]
-    group_sides = []
-    for side in routing.sides([params[i] for i in moving]):
-        part = [moving[n] for n in side.members]
-        own_rate = side.is_rest and routing.rest_ratio is not None
-        own_gamma = side.is_rest and routing.rest_gamma is not None
-        group_sides.append(
-            GroupSide(
-                side.algorithm,
-                hyper.cells["lr_1d" if own_rate else "lr"],
-                hyper.cells["gamma_1d" if own_gamma else "gamma"],
-                hyper.values,
-                [group],
-                [params[i] for i in part],
-            )
-        )
-    return group_sides
+) -> MovingGroup:
+    """Return the parameters of a group that move; there may be none."""
+    return MovingGroup(
+        hyper.algorithm,
+        hyper.cells["lr"],
+        hyper.cells["gamma"],
+        hyper.values,
+        [group],
+        [p for p in group["params"] if moves(p, state)],
+    )
 
 
-def by_formula(sides: Sequence[GroupSide]) -> list[list[GroupSide]]:
-    """Return the sides that are moved together: sides of one formula, at one stage,
+def by_formula(moving_groups: Sequence[MovingGroup]) -> list[list[MovingGroup]]:
+    """Return the groups that are moved together: groups of one formula, at one stage,
     whose hyperparameters then are vectors. Vectors have a value for each tensor, none
-    for each of its parts: sides with norms of parts are moved one by one.
+    for each of its parts: groups with norms of parts are moved one by one.
     """
     keys: list[Hashable] = []
-    for i, side in enumerate(sides):
-        clipped = map(side.algorithm.num_clipped, (p.shape for p in side.params))
-        (group,) = side.groups
-        stage = group.get(STAGE_COUNT, 0) if side.algorithm.has_stages else 0
-        key = formula(side.algorithm), _ahead_in(side), stage
+    for i, moving in enumerate(moving_groups):
+        clipped = map(moving.algorithm.num_clipped, (p.shape for p in moving.params))
+        (group,) = moving.groups
+        stage = group.get(STAGE_COUNT, 0) if moving.algorithm.has_stages else 0
+        key = formula(moving.algorithm), stage
         keys.append(key if max(clipped) == 1 else i)
-    return [[sides[i] for i in members] for members in group_by(keys)]
+    return [[moving_groups[i] for i in members] for members in group_by(keys)]
 
 
-def _ahead_in(side: GroupSide) -> frozenset[torch.dtype]:
-    """Return the dtype of the numbers from which x follows, where it does."""
-    ahead = side.params if side.algorithm.num_lookahead_scalars else []
-    return frozenset(map(working_dtype, ahead))
-
-
-def joined(sides: Sequence[GroupSide]) -> GroupSide:
-    """Return several sides of one formula on one device as one, with a value of each
+def joined(moving_groups: Sequence[MovingGroup]) -> MovingGroup:
+    """Return several groups of one formula on one device as one, with a value of each
     hyperparameter for each parameter (N,). ``refreshing`` fills them in.
     """
-    if len(sides) == 1:
-        return sides[0]
-    algorithm = sides[0].algorithm
-    params = [p for side in sides for p in side.params]
+    if len(moving_groups) == 1:
+        return moving_groups[0]
+    algorithm = moving_groups[0].algorithm
+    params = [p for moving in moving_groups for p in moving.params]
     num = 2 + len(numbers_of(algorithm))
-    values = sides[0].lr.new_zeros(num, len(params))
+    values = moving_groups[0].lr.new_zeros(num, len(params))
     lr, gamma, *others = values.unbind()
-    groups = [group for side in sides for group in side.groups]
+    groups = [group for moving in moving_groups for group in moving.groups]
     algorithm = with_numbers(algorithm, iter(others))
-    return GroupSide(algorithm, lr, gamma, values, groups, params)
+    return MovingGroup(algorithm, lr, gamma, values, groups, params)
 
 
 def refreshing(
-    sides: Sequence[GroupSide], whole: GroupSide, params: Sequence[Tensor]
+    moving_groups: Sequence[MovingGroup], whole: MovingGroup, params: Sequence[Tensor]
 ) -> Callable[[], None]:
     """Return a function by which ``whole`` takes over the present hyperparameters of
-    its ``sides``; ``params`` are theirs, in the order of buckets.
+    its ``moving_groups``; ``params`` are theirs, in the order of buckets.
     """
-    if len(sides) == 1:
+    if len(moving_groups) == 1:
         return lambda: None
     cells = [
         cell
-        for side in sides
-        for cell in (side.lr, side.gamma, *numbers_of(side.algorithm))
+        for moving in moving_groups
+        for cell in (moving.lr, moving.gamma, *numbers_of(moving.algorithm))
     ]
-    number = {p: i for i, side in enumerate(sides) for p in side.params}
+    number = {p: i for i, moving in enumerate(moving_groups) for p in moving.params}
     index = torch.tensor([number[p] for p in params], device=params[0].device)
 
     def refresh() -> None:
-        table = torch.stack(cells).unflatten(0, (len(sides), -1))
+        table = torch.stack(cells).unflatten(0, (len(moving_groups), -1))
         torch.index_select(table.t(), 1, index, out=whole.values)
 
     return refresh
 
 
 def build(
-    sides: Sequence[GroupSide],
+    moving_groups: Sequence[MovingGroup],
     labels: Mapping[Tensor, str],
     collectives: Collectives,
-) -> tuple[GroupSide, list[ParameterBucket]]:
-    """Return sides that are moved together as one, and its buckets. Nothing is written.
+    is_printed: bool,
+) -> tuple[MovingGroup, list[ParameterBucket]]:
+    """Return groups that are moved together as one, and its buckets. Nothing is
+    written.
 
     Args:
-        sides: of ``by_formula``.
+        moving_groups: of ``by_formula``.
         labels: the parameters' names in errors.
         collectives: of the ranks that hold the parameters.
+        is_printed: whether kernels move parameters where they lie.
     """
-    side, own = joined(sides), list[MatrixPreconditioner]()
-    if len(sides) > 1 and side.algorithm.matrix_only:
-        by_side = [side.algorithm.matrix_preconditioner for side in sides]
-        own = [by_side[i] for i, side in enumerate(sides) for _ in side.params]
+    moving, own = joined(moving_groups), list[MatrixPreconditioner]()
+    if len(moving_groups) > 1 and moving.algorithm.matrix_only:
+        for each in moving_groups:
+            own += [each.algorithm.matrix_preconditioner] * len(each.params)
     buckets = [
         ParameterBucket(
-            algorithm=side.algorithm,
-            params=[side.params[i] for i in members],
-            labels=[labels[side.params[i]] for i in members],
+            algorithm=moving.algorithm,
+            params=[moving.params[i] for i in members],
+            labels=[labels[moving.params[i]] for i in members],
             collectives=collectives,
             own=[own[i] for i in members] if own else [],
         )
-        for members in group_by(_keys(side.params, collectives))
+        for members in _by_dtype(
+            _keys(moving.params, collectives, is_printed), moving.params
+        )
     ]
-    return side, buckets
+    return moving, buckets
 
 
 def check_state(
@@ -319,85 +303,76 @@ def check_state(
 
 
 def join(
-    sides: Sequence[GroupSide],
-    side: GroupSide,
+    moving_groups: Sequence[MovingGroup],
+    moving: MovingGroup,
     buckets: list[ParameterBucket],
     state: State,
 ) -> BucketGroup:
-    """Return buckets with the hyperparameters of ``side``, as which ``sides`` move;
-    ``state`` gets the numbers of every parameter.
+    """Return buckets with the hyperparameters of ``moving``, as which ``moving_groups``
+    move; ``state`` gets the steps of every parameter.
     """
     params = [p for bucket in buckets for p in bucket.params]
-    algorithm, device = side.algorithm, params[0].device
+    algorithm, device = moving.algorithm, params[0].device
     t = torch.zeros(len(params), dtype=torch.float32, device=device)
-    numbers, behind = [(list(t.unbind()), _held(state, params, "step", t[0]))], None
-    if algorithm.num_lookahead_scalars:
-        shape, dtype = (
-            (len(params), algorithm.num_lookahead_scalars),
-            scalar_dtype(device),
-        )
-        behind = torch.zeros(shape, dtype=dtype, device=device)
-        entries = _held(state, params, LOOKAHEAD, behind[0])
-        numbers.append((list(behind.unbind()), entries))
     # cells are views of rows, whose offsets say which: an algorithm has no names of its
     # hyperparameters to look them up by
-    cells = [side.lr, side.gamma]
+    cells = [moving.lr, moving.gamma]
     cells += numbers_of(algorithm) if formula(algorithm).is_shared else []
-    size = side.values[0].numel()
+    size = moving.values[0].numel()
     hyper = Hyperparameters(
         algorithm=algorithm,
-        lr=side.lr,
-        gamma=side.gamma,
+        lr=moving.lr,
+        gamma=moving.gamma,
         t=t,
         dtypes=tuple(dict.fromkeys(working_dtype(b.params[0]) for b in buckets)),
-        behind=behind,
         parts=norms_per_tensor([(len(b.params), b.num_clipped) for b in buckets]),
-        values=side.values,
+        values=moving.values,
         rows=tuple(cell.storage_offset() // size for cell in cells),
     )
-    refresh = refreshing(sides, side, params)
+    _hold_steps(state, params, t)
+    refresh = refreshing(moving_groups, moving, params)
     refresh()
     return BucketGroup(
         hyper,
         [],
         buckets=buckets,
-        groups=side.groups,
-        numbers=numbers,
+        groups=moving.groups,
         refresh=refresh,
     )
 
 
-def _keys(params: Sequence[Tensor], collectives: Collectives) -> list[Any]:
+def _keys(
+    params: Sequence[Tensor], collectives: Collectives, is_printed: bool
+) -> list[Any]:
     """Return what parameters of one bucket share. Nothing here may differ from rank to
     rank: all ranks have to list their parameters in one order.
     """
     return [
         (p.shape, p.dtype, collectives.placement(p))
-        if should_stack(p.shape) and p.is_contiguous()
+        if not is_printed and should_stack(p.shape) and p.is_contiguous()
         else i
         for i, p in enumerate(params)
     ]
 
 
-def _held(
-    state: State, params: Sequence[Tensor], key: str, like: Tensor
-) -> list[Tensor]:
-    """Return the tensors that ``state`` holds under ``key`` of each parameter. Where
-    there is none in the form of ``like``, the state gets one.
+def _by_dtype(keys: Sequence[Any], params: Sequence[Tensor]) -> list[list[int]]:
+    """Return positions of parameters that share a bucket; buckets of one dtype follow
+    each other.
     """
-    for p in params:
-        before = state[p].get(key)
-        if (
-            type(before) is not Tensor
-            or before.shape != like.shape
-            or (before.dtype, before.device) != (like.dtype, like.device)
-            or is_fake(before) != is_fake(like)
-        ):
-            number = torch.zeros_like(like)
-            if before is not None:
-                number.copy_(torch.as_tensor(before).reshape(like.shape))
-            state[p][key] = number
-    return [state[p][key] for p in params]
+    dtypes = list(dict.fromkeys(p.dtype for p in params))
+    return sorted(group_by(keys), key=lambda at: dtypes.index(params[at[0]].dtype))
+
+
+def _hold_steps(state: State, params: Sequence[Tensor], t: Tensor) -> None:
+    """Give ``state`` views of ``t`` (N,) as the parameters' counts of steps, with the
+    values that it has.
+    """
+    views = t.unbind()
+    for p, view in zip(params, views, strict=True):
+        before = state[p].get("step")
+        if before is not None and is_fake(torch.as_tensor(before)) == is_fake(t):
+            view.copy_(torch.as_tensor(before).reshape(()))
+        state[p]["step"] = view
 
 
 def empty_rows(like: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Rows]:
@@ -414,13 +389,10 @@ def attach(bucket: ParameterBucket, state: State) -> None:
     """Give a bucket the tensors that ``state`` holds, and make the missing ones."""
     buffers = bucket.algorithm.buffers
     unwanted = STATE_KEYS - {buffer.key for buffer in buffers.values()}
-    if bucket.algorithm.num_lookahead_scalars:
-        unwanted -= {LOOKAHEAD}
-    wanted = {b.key for b in buffers.values() if b.home == "shard"}
     debiased = {buffer.key for buffer in buffers.values() if buffer.is_debiased}
     for p in bucket.params:
-        stale = unwanted & set(state[p])
-        for key in stale:
+        state[p].setdefault("step", torch.zeros(()))
+        for key in unwanted & set(state[p]):
             del state[p][key]  # of another rule: stale when that one returns
         if debiased - set(state[p]):
             # all of them start with the count of steps: one that is new beside an old
@@ -428,10 +400,7 @@ def attach(bucket: ParameterBucket, state: State) -> None:
             # (new tensors, so that a state dict that is refused has changed none)
             for key in debiased & set(state[p]):
                 state[p][key] = torch.zeros_like(state[p][key])
-            if "step" in state[p]:
-                state[p]["step"].zero_()
-        if LOOKAHEAD in state[p] and (stale or wanted - set(state[p])):
-            state[p][LOOKAHEAD].zero_()  # x does not follow from restarted buffers
+            state[p]["step"] = torch.zeros(())
     for symbol, buffer in buffers.items():
         if buffer.home == "owner":
             continue
@@ -521,7 +490,7 @@ def attach_owned(
             if changed or _is_of_others(algorithm, p, state[p], here):
                 for symbol in algorithm.owned:
                     state[p].pop(algorithm.buffers[symbol].key, None)
-                state[p]["step"].zero_()
+                state[p]["step"] = torch.zeros(())
             for symbol in algorithm.owned:
                 buffer = algorithm.buffers[symbol]
                 value = state[p].get(buffer.key)

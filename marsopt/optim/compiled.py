@@ -167,7 +167,7 @@ def compile_graph(
     code = code.replace(co_name=name, co_firstlineno=line)
     graph = types.FunctionType(code, globals(), name, None, call.__closure__)
     options = _known(SMALL_LOOPS if function in DECISIONS else {}) | _known(UNASKED)
-    options |= known_instructions() if device.type == "cpu" else _known(ONE_LAUNCH)
+    options |= known_instructions() if device.type == "cpu" else {}
     options["guard_filter_fn"] = guards
     return torch.compile(graph, fullgraph=True, options=options)
 
@@ -313,20 +313,14 @@ def _known(options: Mapping[str, Any]) -> dict[str, Any]:
 # A decision for each tensor is a few bytes in each of many steps. Inductor fuses loops
 # that share data, ten bytes or more; here each loop for itself costs a launch.
 SMALL_LOOPS = {"aggressive_fusion": True, "score_fusion_memory_threshold": 0}
-# Loops of tensors that share nothing go into one kernel, each with blocks of its own.
-# AdamW's step over GPT-2 large has 124 launches on an H200, and 469 without.
-ONE_LAUNCH = {
-    "combo_kernels": True,
-    "combo_kernel_per_subkernel_blocks": True,
-    "combo_kernel_peak_memory_pct_threshold": None,  # would split them by temporaries
-}
 UNASKED = {"size_asserts": False}  # Dynamo's guards have asked them
-DECISIONS = step.assess_alone, step.decide
+DECISIONS = step.assess_alone, step.decide_alone, step.decide
 MOVES = step.update, step.apply
 RANGES = {
     step.assess_alone: "marsopt: norms",
     step.products: "marsopt: norms",
     step.decide: "marsopt: norms",
+    step.decide_alone: "marsopt: norms",
     step.update: "marsopt: update",
     step.apply: "marsopt: update",
 }
@@ -454,7 +448,8 @@ class InPlace:
             off: what ``declined`` has returned, asked once for many calls.
             args: the function's.
         """
-        is_small = function is step.decide and self._device.type == "cpu"
+        decides = function in (step.decide, step.decide_alone)
+        is_small = decides and self._device.type == "cpu"
         if self._compile and off is not None:
             self._say(logging.INFO, f"the optimizer step runs eagerly {off}")
         if self._compile and off is None and not is_small:

@@ -20,13 +20,11 @@ from marsopt.rules.registry import named
 
 log = logging.getLogger(__name__)
 
-GAMMA = 0.05  # docs/choose.md: where a search with a matrix rule begins
 # Learning rates of RULES by the number of parameters: the best of the searches in
-# research/study.md (small, Moonlight with transport and without), configs/tiny.py's
-# tiny_moonlight_transport, and the authors' of GPT-2 small to XL (configs/published.py)
+# research/study.md (small Moonlight), and the authors' of GPT-2 small to XL
+# (configs/published.py)
 LEARNING_RATES = (
     (123_264, 1.7e-2),
-    (836_864, 1.2e-2),
     (124_373_760, 6e-3),
     (354_599_936, 5e-3),
     (773_582_080, 5e-3),
@@ -60,20 +58,15 @@ def for_model(
     after parameters are frozen.
 
     Args:
-        model: on one device, or sharded by FSDP2.
+        model: on one device, in DistributedDataParallel, or sharded by FSDP2.
         mars_type: a name in ``marsopt.REGISTRY``: the rule of hidden matrices.
         lr: learning rate of hidden matrices; None = by the number of trained
             parameters, for "moonlight" and "mars-m" trained from scratch: 1.7e-2 at
-            0.12M, 1.2e-2 at 0.84M, 6e-3 at GPT-2 small, 5e-3 at medium and large, 3e-3
-            at XL and above, and between two sizes on a line in the logarithms of both.
-            GPT-2's rates are the authors', the other two were searched here.
+            0.12M, 6e-3 at GPT-2 small, 5e-3 at medium and large, 3e-3 at XL and above,
+            and between two sizes on a line in the logarithms of both. GPT-2's rates are
+            the authors', the first was searched here.
         options: arguments of ``param_groups`` and of ``MARS``. ``max_norm`` is 1.0
-            unless given (None turns it off), ``collectives`` the model's own. There is
-            no correction unless one is given, as a rule that was written before the
-            runs decided (research/study.md, "Memory that grows"). With
-            ``correction="transport"``, ``gamma`` is 0.05 unless given: call
-            ``optimizer.eval()`` before evaluation and saving, and ``optimizer.train()``
-            after.
+            unless given (None turns it off), ``collectives`` the model's own.
 
     Raises:
         TypeError: ``model`` is no module, or an option that neither has.
@@ -93,11 +86,9 @@ def for_model(
     of_groups = signature(param_groups).parameters
     for_groups: dict[str, Any] = {k: v for k, v in options.items() if k in of_groups}
     whole: dict[str, Any] = {"max_norm": 1.0}
-    # groups that are added later take weight_decay, too; MARS checks gamma_1d
-    of_groups_alone = of_groups.keys() - {"weight_decay", "gamma_1d"}
+    # groups that are added later take these, too
+    of_groups_alone = of_groups.keys() - {"weight_decay", "log_time"}
     whole |= {k: v for k, v in options.items() if k not in of_groups_alone}
-    if whole.get("correction") == "transport":
-        whole = {"gamma": GAMMA} | whole
     rate: Any = lr
     source = ""
     if lr is None and isinstance(model, nn.Module):  # param_groups refuses another
@@ -171,14 +162,8 @@ def _chosen(
     corrections = [b.algorithm.correction for b in optimizer.describe().buckets]
     used = next((c for c in corrections if c is not None), None)
     name = None if used is None else used.name
-    modes = ""
-    if used is not None and used.is_ahead:
-        modes = (
-            "; call optimizer.eval() before evaluation and saving, and "
-            "optimizer.train() after"
-        )
     return (
         f"{mars_type}, correction={name!r}{gamma}, lr={lr}, "
         f"max_norm={whole['max_norm']}, collectives={whole['collectives']!r}; "
-        f"tensors by rule: {', '.join(moved)}{modes}"
+        f"tensors by rule: {', '.join(moved)}"
     )

@@ -1,4 +1,6 @@
-"""State that other libraries saved, as a state dict of MARS (docs/conformance.md)."""
+"""State that other libraries and earlier versions saved, as a state dict of MARS
+(docs/conformance.md).
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from marsopt.functional.routing import route
-from marsopt.optim.groups import labels
-from marsopt.optim.loading import SOURCE, check_form, check_groups, check_is_mapping
+from marsopt.functional.routing import algorithm_of
+from marsopt.optim.groups import Part, labels, parts_of
+from marsopt.optim.loading import SOURCE, check_is_of_optimizer, check_kind
 from marsopt.optim.roles import plain_name
+from marsopt.optim.state_dict import in_order_of_names
 from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.registry import FOLLOWED
 
 # The count of steps: dion's on the device, then its group's; else in the entry.
 COUNTS = "step_dev", "step"
@@ -134,10 +138,14 @@ class Leaf(NamedTuple):
 
 
 def from_other_library(
-    groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any], saved: Any
+    groups: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    saved: Any,
+    given: Sequence[Sequence[int]],
 ) -> Any:
     """Return the state that another library saved as a state dict of MARS, without
-    hyperparameters; and ``saved`` itself where it is a state dict of MARS already, or
+    hyperparameters; the state of undivided groups (marsopt 0.4, the authors' class) in
+    groups like ours; and ``saved`` itself where it is a state dict of MARS already, or
     of torch.optim's AdamW over the groups of a plain AdamW.
 
     Parameters are matched by name where all of them have names on both sides; else by
@@ -149,6 +157,7 @@ def from_other_library(
         options: the constructor's options.
         saved: a state dict with int or str ids; a flat one of torchtitan's, {"state.
             NAME.KEY": ...}; or a list of such, of optimizers that share a model.
+        given: of each group as it was given to MARS, the numbers of its parameters.
 
     Raises:
         ValueError: an unknown format; names, or numbers of parameters, that differ; a
@@ -157,9 +166,9 @@ def from_other_library(
     """
     several = saved if isinstance(saved, list) else [saved]
     if not isinstance(saved, list) and not _is_foreign(saved):
-        return saved
+        return from_undivided(groups, saved, given)
     records = [record for each in several for record in _records(each)]
-    leaves = _leaves(groups, options)
+    leaves = _leaves(groups, options, given)
     if saved is not several and "param_groups" in saved:
         unknown = all(record.format is None for record in records)
         if unknown or _is_plain_adamw(groups, leaves, saved, records):
@@ -192,13 +201,113 @@ def from_other_library(
     return {"state": entries, "param_groups": own, SOURCE: text}
 
 
+# ---- state of undivided groups -------------------------------------------------------
+
+
+def from_undivided(
+    groups: Sequence[Mapping[str, Any]], saved: Any, given: Sequence[Sequence[int]]
+) -> Any:
+    """Return a state dict whose groups hold matrices beside other tensors, as marsopt
+    0.4 and the authors' class have them, in groups like ours. Any other is returned as
+    it is.
+
+    Args:
+        groups: the optimizer's param groups.
+        saved: a state dict of MARS, or a malformed one.
+        given: of each group as it was given, the numbers of its parameters.
+
+    Raises:
+        ValueError: hyperparameters out of their range; parameters ahead of those that
+            were trained, by a correction that has gone.
+    """
+    if not isinstance(saved, Mapping) or not _is_undivided(saved, given):
+        return saved
+    params = [p for group in groups for p in group["params"]]
+    ours = [name for group in groups for name in group.get("param_names", ())]
+    if len(ours) == len(params):
+        in_given = [{"param_names": [ours[i] for i in numbers]} for numbers in given]
+        saved = in_order_of_names(in_given, dict(saved))
+    # by a parameter's number: its id in ``saved``, its name and its hyperparameters
+    ids, names = dict[int, Any](), dict[int, str]()
+    values: dict[int, dict[str, Any]] = {}
+    for numbers, group in zip(given, saved["param_groups"], strict=True):
+        ids |= dict(zip(numbers, group["params"], strict=True))
+        names |= dict(zip(numbers, group.get("param_names", ()), strict=False))
+        own = _present_values(group)
+        for part in parts_of(own, [params[i].shape for i in numbers]):
+            part_values = _divided(part, own)
+            values |= {numbers[i]: part_values for i in part.members}
+    first, like_ours = 0, []
+    for group in groups:
+        numbers = range(first, first + len(group["params"]))
+        first = numbers.stop
+        if len({id(values[i]) for i in numbers}) > 1:
+            raise ValueError(
+                "got a state dict in which matrices and other tensors of a group have "
+                "values of their own, expected one value for both: build MARS with the "
+                "lr_1d, betas_1d and so on of the run that saved it"
+            )
+        like_ours.append(
+            {**(values[numbers[0]] if numbers else {})}
+            | {"params": [ids[i] for i in numbers]}
+            | ({"param_names": [names[i] for i in numbers]} if names else {})
+        )
+    return {**saved, "param_groups": like_ours}
+
+
+def _is_undivided(saved: Mapping[str, Any], given: Sequence[Sequence[int]]) -> bool:
+    """Return whether a state dict has groups like those that were given, and none with
+    a ratio of learning rates: a malformed one has not.
+    """
+    groups = saved.get("param_groups")
+    if not isinstance(groups, list | tuple) or not groups:
+        return False
+    if not all(isinstance(g, Mapping) and "mars_type" in g for g in groups):
+        return False
+    lists = [group.get("params") for group in groups]
+    sizes = [len(ids) if isinstance(ids, list | tuple) else None for ids in lists]
+    has_ratio = any("lr_ratio" in group for group in groups)
+    return not has_ratio and sizes == [len(numbers) for numbers in given]
+
+
+def _present_values(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of an undivided group.
+
+    Raises:
+        ValueError: its parameters are ahead of those that were trained.
+    """
+    if group.get("train_mode", False):
+        raise ValueError(
+            "got a state dict of correction='transport' in train mode, expected one in "
+            "eval mode: let marsopt 0.4 load it, call optimizer.eval(), and save it "
+            "and the model again"
+        )
+    gone = {"params", "param_names", "train_mode", "gamma_1d"}
+    if not group.get("base_lr", 1.0):  # no ratio follows from a rate of zero
+        gone |= {"base_lr", "lr_1d"}
+    return {name: value for name, value in group.items() if name not in gone}
+
+
+def _divided(part: Part, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of a part of an undivided group. The authors' class
+    has some values of AdamW beside its rule in no group: they stay as they are.
+    """
+    values = {"lr_ratio": 1.0, **part.values}
+    if part.values["mars_type"] != own["mars_type"] and not own.get("optimize_1d"):
+        absent = {name: of for name, of in FOLLOWED.items() if name not in own}
+        absent = {**absent, "lr_1d": "lr_ratio"} if "lr_1d" in absent else absent
+        values = {n: v for n, v in values.items() if n not in absent.values()}
+    return values
+
+
 # ---- state dicts of all forms --------------------------------------------------------
 
 
-def _is_flat(saved: Mapping[str, Any]) -> bool:
+def _is_flat(saved: Any) -> bool:
+    if not isinstance(saved, Mapping) or not saved:
+        return False
     prefixes = "state.", "param_groups."
-    are_paths = (isinstance(key, str) and key.startswith(prefixes) for key in saved)
-    return bool(saved) and all(are_paths)
+    return all(isinstance(key, str) and key.startswith(prefixes) for key in saved)
 
 
 def _is_foreign(saved: Any) -> bool:
@@ -219,7 +328,6 @@ def _records(saved: Any) -> Iterator[Record]:
     Raises:
         ValueError: it is none.
     """
-    check_is_mapping(saved)
     if _is_flat(saved):
         nested: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
         for path, value in saved.items():
@@ -229,15 +337,7 @@ def _records(saved: Any) -> Iterator[Record]:
         for name, group in nested["param_groups"].items():
             yield _record(name, group, nested["state"].get(name, {}))
         return
-    if not isinstance(saved.get("state"), Mapping) or not isinstance(
-        saved.get("param_groups"), Sequence
-    ):
-        raise ValueError(
-            f"got a state dict of {sorted(map(str, saved))[:3]} in a list, expected "
-            "those that optimizers saved, with 'param_groups' and 'state': load the "
-            "model's into the model"
-        )
-    check_groups(saved["param_groups"])
+    check_is_of_optimizer(saved)
     for group in saved["param_groups"]:
         names = group.get("param_names", [None] * len(group["params"]))
         for i, name in zip(group["params"], names, strict=True):
@@ -254,18 +354,22 @@ def _record(name: str | None, group: Mapping[str, Any], entry: Any) -> Record:
 
 
 def _leaves(
-    groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    groups: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    given: Sequence[Sequence[int]],
 ) -> list[Leaf]:
-    """Return all parameters, in order, with the algorithms that move them."""
-    algorithms: dict[Tensor, Algorithm] = {}
-    names: dict[Tensor, str] = {}
+    """Return all parameters, in the order in which they were given, with the algorithms
+    that move them.
+    """
+    algorithms: list[Algorithm] = []
+    names: list[str | None] = []
     for group in groups:
-        params = group["params"]
-        names |= dict(zip(params, group.get("param_names", ()), strict=False))
-        if params:
-            for side in route({**options, **group}).sides(params):
-                algorithms |= {params[i]: side.algorithm for i in side.members}
-    return [Leaf(p, label, names.get(p), algorithms[p]) for p, label in labels(groups)]
+        num = len(group["params"])
+        algorithms += [algorithm_of({**options, **group})] * num
+        names += group.get("param_names", [None] * num)
+    columns = zip(labels(groups), names, algorithms, strict=True)
+    leaves = [Leaf(p, label, name, a) for (p, label), name, a in columns]
+    return [leaves[number] for numbers in given for number in numbers]
 
 
 def _is_plain_adamw(
@@ -362,7 +466,7 @@ def _converted(
         if key not in record.entry:
             continue
         value = record.entry[key]
-        check_form(value, key, leaf.label)
+        check_kind(value, key, leaf.label)
         if symbol not in leaf.algorithm.preconditioner.buffers:
             done[f"left out {key}"] = None
             continue
@@ -379,7 +483,7 @@ def _converted(
     values = {**record.group, **record.entry}
     count = next((key for key in COUNTS if key in values), None)
     if count is not None:
-        check_form(values[count], "step", leaf.label)
+        check_kind(values[count], "step", leaf.label)
         done[count if count == "step" else f"{count} as step"] = None
         yield "step", values[count]
     elif debiased := [b.key for b in buffers.values() if b.is_debiased]:

@@ -11,26 +11,38 @@ from torch.utils import _pytree as pytree
 
 from marsopt.functional.binding import check_parameter
 from marsopt.functional.routing import (
+    Rest,
+    algorithm_of,
     all_hyperparameters,
     check_suits,
     hyperparameters_of,
-    route,
+    of_matrices,
+    of_rest,
     shared_hyperparameters,
 )
-from marsopt.functional.rule import Rule
 from marsopt.functional.stacks import check_overlap
-from marsopt.optim.state_dict import TRAIN_MODE, State
+from marsopt.optim.state_dict import State
 from marsopt.rules import checks
+from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.checks import Number
-from marsopt.rules.correction import Correction
-from marsopt.rules.hyperparameters import Table, check_values, static
+from marsopt.rules.hyperparameters import (
+    Hyperparameter,
+    Table,
+    arguments,
+    check_names,
+    check_values,
+    resembled,
+    static,
+    table,
+)
+from marsopt.rules.matrices import Matrices
 from marsopt.rules.registry import FOLLOWED, correction_named, named, resolve
 
 # Every group has the authors' structure as keys, at its defaults too. Other structure
-# is a key only where it differs from its default; these numbers are keys only where
-# the caller passes them.
-AUTHORS_STRUCTURE = frozenset({"mars_type", "optimize_1d", "amsgrad", "epsilon_hat"})
-RARE_NUMBERS = frozenset({"base_lr", "gamma_1d", "nesterov_1d"})
+# is a key only where it differs from its default.
+AUTHORS_STRUCTURE = frozenset({"mars_type", "amsgrad", "epsilon_hat"})
+# The keys that a group may give when it is added, and does not keep (``split_group``).
+OF_REST = frozenset(table(Rest))
 
 
 def label(groups: Sequence[Mapping[str, Any]], number: int, index: int) -> str:
@@ -65,22 +77,27 @@ def device_of(groups: Sequence[Mapping[str, Any]], state: State) -> torch.device
     return next((p.device for p in params if moves(p, state)), None)
 
 
-def config_fingerprint(
+def configuration(
     groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
-) -> str:
-    """Return a text of the configuration that all ranks share: without parameters, lr,
-    mode, and tensors, whose text has the number of a rank's GPU.
+) -> dict[str, str]:
+    """Return what all ranks share, by its name in errors: forms of parameters, and
+    values of groups and options; of tensors none, which would sync.
     """
-    apart = ("params", "lr", TRAIN_MODE, "collectives")
-    compared = [
-        {k: v for k, v in values.items() if k not in apart}
-        for values in (*groups, options)
-    ]
+    apart = ("params", "param_names", "collectives")
+    forms = {name: f"{tuple(p.shape)} {p.dtype}" for p, name in labels(groups)}
+    named = {
+        f"{key} of group {i}": value
+        for i, group in enumerate(groups)
+        for key, value in group.items()
+        if key not in apart
+    }
+    named |= {key: value for key, value in options.items() if key not in apart}
 
     def text(value: object) -> str:
         return "tensor" if isinstance(value, Tensor) else checks.shown(value)
 
-    return repr(pytree.tree_map(text, compared))
+    texts = {key: pytree.tree_map(text, value) for key, value in named.items()}
+    return forms | {key: str(value).replace("'", "") for key, value in texts.items()}
 
 
 def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
@@ -116,6 +133,24 @@ def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
                 "weights too"
             )
         first[id(p)] = what
+
+
+def check_keys(
+    group: Mapping[str, Any], defaults: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
+    """Check that a new group has no misspelt hyperparameter. Keys that resemble none
+    are other tools', and stay as in torch.optim.
+
+    Raises:
+        TypeError: a key resembles a hyperparameter, and by which name it is one.
+    """
+    known = {*defaults, *options, *all_hyperparameters()}
+    strange = {
+        key: value
+        for key, value in group.items()
+        if isinstance(key, str) and key not in known and resembled(key, known)
+    }
+    check_names(strange, known, "marsopt.MARS")
 
 
 def check_no_module(value: Any) -> None:
@@ -176,39 +211,37 @@ def constructor_values(arguments: Mapping[str, Any]) -> ConstructorValues:
     correction = correction_named(name)
     explicit = {n: value for n, value in arguments.items() if value is not None}
     check_suits(row, correction, explicit)
-    check_values(hyperparameters_of(row.preconditioner, correction), explicit)
+    lines = {**hyperparameters_of(row.preconditioner, correction), **table(Rest)}
+    check_values(lines, explicit)
     whole = {n: value for n, value in arguments.items() if known[n].is_whole}
     explicit = {n: value for n, value in explicit.items() if n not in whole}
-    of_rule, shared = row.hyperparameters, shared_hyperparameters(correction)
-    inherited = {n: v for n, v in explicit.items() if n in of_rule or n not in shared}
+    # structure that is as usual is a key of no group
+    usual = {n for n, v in explicit.items() if _is_usual(known[n], v)}
+    inherited = {n: v for n, v in explicit.items() if n not in usual}
     inherited["mars_type"] = row.name
-    values = {n: line.default for n, line in shared.items() if line.is_number}
-    values |= {**arguments, **of_rule, **inherited}
-    present = _present(shared, arguments, correction)
-    defaults = {n: value for n, value in values.items() if n in present}
-    defaults |= {TRAIN_MODE: True} if correction.is_ahead else {}
+    shared = shared_hyperparameters(correction)
+    defaults = {n: line.default for n, line in shared.items() if _is_key(line)}
+    defaults |= {n: v for n, v in arguments.items() if n in defaults}
+    own = row.hyperparameters | row.log_time_defaults(arguments.get("log_time"))
+    defaults |= {n: v for n, v in {**own, **inherited}.items() if n in defaults}
     whole["correction"] = name
     return ConstructorValues(whole, explicit, inherited, defaults)
 
 
-def _present(
-    shared: Table, arguments: Mapping[str, Any], correction: type[Correction]
-) -> set[str]:
-    """Return which values every group has, and with it a checkpoint: numbers, and
-    structure where it is not the default.
+def _is_usual(line: Hyperparameter, value: Any) -> bool:
+    return not line.is_number and not _is_key(line) and value == line.default
+
+
+def _is_key(line: Hyperparameter) -> bool:
+    """Return whether every group has a hyperparameter that rules share, and with it a
+    checkpoint.
     """
-    absent = {n for n in RARE_NUMBERS if arguments.get(n) is None}
-    absent -= {"gamma_1d"} if correction.is_ahead else set()
-    for name, line in shared.items():
-        usual = not line.is_number and arguments.get(name, line.default) == line.default
-        if line.is_whole or (usual and name not in AUTHORS_STRUCTURE):
-            absent.add(name)
-    return shared.keys() - absent
+    return not line.is_whole and (line.is_number or line.name in AUTHORS_STRUCTURE)
 
 
 def fill_defaults(
     group: dict[str, Any], options: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> set[str]:
+) -> None:
     """Fill in the hyperparameters that a new param group lacks: the constructor's
     value, else the rule's default. The group's lr, betas or weight_decay holds for
     everything in it, unless it gives the value that ends in ``_1d`` too.
@@ -219,9 +252,6 @@ def fill_defaults(
             among them, with its "mars_type".
         defaults: the optimizer's, of that type: the rule's own but for arguments.
 
-    Returns:
-        The names of the values that are the rule's own defaults.
-
     Raises:
         ValueError: an unknown ``mars_type``.
     """
@@ -231,15 +261,73 @@ def fill_defaults(
     inherited = options["inherited"]
     row = named(group.get("mars_type", inherited["mars_type"]))
     group["mars_type"] = row.name
-    known = group_table(group, options)
+    known = group_table(group, options).keys() | OF_REST
     following = {name: None for name, of in FOLLOWED.items() if of in group}
-    missing = {**row.hyperparameters, **inherited, **following}
+    missing = {**row.hyperparameters, **inherited}
     if row.name == inherited["mars_type"]:
-        missing |= {n: defaults[n] for n in missing if n in defaults} | following
+        missing |= {n: defaults[n] for n in missing if n in defaults}
+    grown = row.log_time_defaults(group.get("log_time", inherited.get("log_time")))
+    missing |= {n: v for n, v in grown.items() if n not in inherited} | following
     # in one order everywhere
     filled = [name for name in missing if name in known and name not in group]
     group.update({name: missing[name] for name in filled})
-    return {name for name in filled if name not in inherited and name not in following}
+
+
+class Part(NamedTuple):
+    """The tensors of a given group that one algorithm moves."""
+
+    values: dict[str, Any]  # the hyperparameters of a param group
+    members: list[int]  # positions in the given group
+
+
+def parts_of(values: Mapping[str, Any], shapes: Sequence[torch.Size]) -> list[Part]:
+    """Return the parts of a given group: matrices, then other tensors where another
+    algorithm or other values move them; one part at least.
+
+    Args:
+        values: hyperparameters of both kinds, complete.
+        shapes: of the given group's tensors.
+
+    Raises:
+        ValueError: as ``of_matrices`` and ``of_rest``.
+    """
+    own = of_matrices(values)
+    takes = Matrices(**arguments(Matrices, values)).takes
+    kinds = [takes(shape) for shape in shapes]
+    rest = None if all(kinds) else of_rest(values)
+    if rest is None:
+        return [Part(own, list(range(len(kinds))))]
+    parts = [
+        Part(kind_values, [i for i, is_matrix in enumerate(kinds) if is_matrix == kind])
+        for kind, kind_values in ((True, own), (False, rest))
+    ]
+    return [part for part in parts if part.members]
+
+
+def split_group(group: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the param groups that a given group becomes, one for each algorithm; and
+    of each of its tensors, the position in the list of all their tensors.
+
+    Args:
+        group: the given one, with all hyperparameters.
+
+    Raises:
+        ValueError: as ``parts_of``.
+    """
+    params = group["params"]
+    entries = [p[1] if isinstance(p, tuple) and len(p) == 2 else p for p in params]
+    if isinstance(params, set) or not all(isinstance(p, Tensor) for p in entries):
+        return [dict(group)], []  # torch.optim refuses them
+    aligned = {key: group[key] for key in ("params", "param_names") if key in group}
+    values = {key: value for key, value in group.items() if key not in aligned}
+    parts = parts_of(values, [p.shape for p in entries])
+    order = [i for part in parts for i in part.members]
+    groups = [
+        {key: [column[i] for i in part.members] for key, column in aligned.items()}
+        | part.values
+        for part in parts
+    ]
+    return groups, sorted(range(len(order)), key=order.__getitem__)
 
 
 def structure(group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,8 +335,15 @@ def structure(group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
     hyperparameter that is no number, and which numbers there are.
 
     Raises:
-        ValueError: a hyperparameter that is no number is a tensor.
+        ValueError: a hyperparameter that is no number is a tensor; an option that a
+            group has only until it is added.
     """
+    if not OF_REST.isdisjoint(group):
+        raise ValueError(
+            f"got {sorted(OF_REST & group.keys())} in a param group, expected them "
+            "where a group is added, which they divide: the other tensors have a group "
+            "of their own, write its lr_ratio, betas, weight_decay and nesterov"
+        )
     values = {
         name: static(group.get(name)) if line.is_number else group.get(name)
         for name, line in group_table(group, options).items()
@@ -263,14 +358,14 @@ def structure(group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
     return values
 
 
-def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> Rule:
-    """Check a group's hyperparameters; return the algorithms that they name.
+def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> Algorithm:
+    """Check a group's hyperparameters; return the algorithm that they name.
 
     Raises:
         ValueError: one is out of its range.
     """
     check_direction(group)
-    return route({**options, **group})
+    return algorithm_of({**options, **group})
 
 
 def check_direction(group: Mapping[str, Any]) -> None:
@@ -286,7 +381,7 @@ def check_direction(group: Mapping[str, Any]) -> None:
 
 
 def validate_group(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Check the hyperparameters of a new group and note its ``base_lr``.
+    """Check the hyperparameters of a new group.
 
     Args:
         group: the new one.
@@ -297,49 +392,19 @@ def validate_group(group: dict[str, Any], options: Mapping[str, Any]) -> None:
             the whole optimizer in a group.
     """
     _check_options(group, options)
-    checks.at_least_zero("lr", group["lr"])
-    if "base_lr" not in group:
-        lr = group["lr"]
-        group["base_lr"] = float(
-            lr.detach() if isinstance(lr, Tensor) else lr
-        )  # of a tensor: waits for its device
     check_group(group, options)
-    if group.get("lr_1d") is not None and group["base_lr"] > 0:
-        rate_1d(group["lr"], group["lr_1d"], group["base_lr"])
-    # later changes of a tensor would not be seen without a sync
-    unseen = group["base_lr"] == 0 and isinstance(group["lr"], Tensor)
-    if unseen and has_two_rates(group, options):
-        raise ValueError(
-            f"got lr=0 as a tensor for a group with lr_1d={group['lr_1d']}, expected a "
-            "base learning rate, which lr_1d is measured against: add the group with "
-            "its peak lr, or give it base_lr"
-        )
+    learning_rate(group["lr"], group["lr_ratio"])
 
 
-def rate_1d(lr: Number, lr_1d: Number, base_lr: Number) -> Number:
-    """Return the learning rate of tensors that are not matrices, which follows the
-    schedule of ``lr``.
+def learning_rate(lr: Number, lr_ratio: Number) -> Number:
+    """Return the learning rate of a group's tensors.
 
     Raises:
-        ValueError: the three give no finite number.
+        ValueError: it is no finite number >= 0.
     """
-    rate = lr * (lr_1d / base_lr)
-    checks.at_least_zero("lr * lr_1d / base_lr", rate)
+    rate = lr * lr_ratio
+    checks.at_least_zero("lr * lr_ratio", rate)
     return rate
-
-
-def has_two_rates(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """Return whether tensors of a group have the rate lr_1d, and it is not lr."""
-    rule = route({**options, **group})
-    return (
-        rule.rest_ratio is not None
-        and group["base_lr"] != group["lr_1d"]
-        and has_rest(group, rule)
-    )
-
-
-def has_rest(group: Mapping[str, Any], rule: Rule) -> bool:
-    return any(side.is_rest for side in rule.sides(group["params"]))
 
 
 def check_parameters(
@@ -357,14 +422,18 @@ def check_parameters(
     """
     device, pieces = device_of(groups, state), {}  # by parameter: a group may repeat
     for number, group in enumerate(groups):
-        matrices = None
-        if group.get("splits") is not None:
-            matrices = route({**options, **group}).matrix.matrices
+        matrices = Matrices(**arguments(Matrices, group))
+        matrix_only = named(group["mars_type"]).matrix_only
         for i, p in enumerate(group["params"]):
             if moves(p, state):
                 what = label(groups, number, i)
-                if matrices is not None:
-                    matrices.check(p.shape, what)
+                if matrix_only and not matrices.takes(p.shape):
+                    raise ValueError(
+                        f"got {what} of shape {tuple(p.shape)} in a group of "
+                        f"{group['mars_type']!r}, expected {matrices.expected}: put it "
+                        "into a group of another mars_type"
+                    )
+                matrices.check(p.shape, what)
                 pieces[p] = _movable(p, what, device, options), what
     check_overlap(list(pieces.values()))
     return device

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -12,11 +11,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from marsopt.functional.binding import entries_at_owner, owned_leaves
+from marsopt.functional.binding import entries_at_owner
 from marsopt.functional.collectives import (
     LOCAL,
     Collectives,
-    MatrixParam,
     Owned,
     OwnerBuffer,
 )
@@ -25,17 +23,17 @@ from marsopt.functional.step_types import Decision, RuleGroup
 from marsopt.optim import buckets
 from marsopt.optim.buckets import (
     BucketGroup,
-    GroupSide,
+    MovingGroup,
     ParameterBucket,
     empty_rows,
 )
 from marsopt.optim.device_values import DeviceHyperparameters
 from marsopt.optim.groups import labels, moves, structure
 from marsopt.optim.portions import portions
-from marsopt.optim.protocols.base import ParameterHandle
-from marsopt.optim.state_dict import STAGE_COUNT, State, cut_keys
+from marsopt.optim.state_dict import STAGE_COUNT, State
 from marsopt.rules import checks
 from marsopt.rules.dtypes import working
+from marsopt.step import kernels
 
 PATTERNS = 64  # of missing gradients that are kept: a mixture of experts has no end
 
@@ -91,7 +89,7 @@ class Layout:
         self._state, self._before = state, before
         self._every = [p for group in groups for p in group["params"]]
         self._hyper: list[tuple[dict[str, Any], DeviceHyperparameters]] = []
-        sides: list[GroupSide] = []
+        moving_groups: list[MovingGroup] = []
         for group in filter(itemgetter("params"), groups):
             present = hyper.get(id(group))
             if present is None or not present.fits(group, device):
@@ -99,38 +97,34 @@ class Layout:
                     group, options, device
                 )
             self._hyper.append((group, present))
-            sides += buckets.split(group, present, state)
-        self.collectives = self._bound(sides)
-        self._recut = self._recut_state()
-        # as it will be, of parameters of which other pieces move here from now on
-        pieces = {p: {**state[p], **recut} for p, recut in self._recut.items()}
-        coming: State = ChainMap(pieces, state) if pieces else state
-
+            moving = buckets.moving_group(group, present, state)
+            moving_groups += [moving] if moving.params else []
+        self.collectives: Collectives = options["collectives"]
+        # whether kernels move parameters where they lie
+        self.is_printed = options["compile"] is not False and kernels.available(
+            device or torch.device("cpu")
+        )
         names = dict(labels(groups))
-        for side in sides:
-            for p in side.params:
+        for moving in moving_groups:
+            for p in moving.params:
                 buckets.check_state(
-                    p, names[p], side.algorithm, coming, self.collectives
+                    p, names[p], moving.algorithm, state, self.collectives
                 )
         self._together = [
-            (together, *buckets.build(together, names, self.collectives))
-            for together in buckets.by_formula(sides)
+            (
+                together,
+                *buckets.build(together, names, self.collectives, self.is_printed),
+            )
+            for together in buckets.by_formula(moving_groups)
         ]
         self.buckets = [b for *_, several in self._together for b in several]
         self.members = [bucket.members for bucket in self.buckets]
         self.params = [p for bucket in self.buckets for p in bucket.params]
         self._kept = [bucket.kept for bucket in self.buckets for _ in bucket.params]
-        moving = set(self.params)
-        self._idle = [p for p in self._every if p not in moving]
-        carries = self.collectives
-        self.handles = [
-            ParameterHandle(p, carries.local, carries.wrap, state, bucket.algorithm)
-            for bucket in self.buckets
-            for p in bucket.params
-        ]
+        with_bucket = set(self.params)
+        self._idle = [p for p in self._every if p not in with_bucket]
         self.groups: list[BucketGroup] = []
         self._results = Copies()  # of this step, out of stacks
-        self._digest: str | None = None  # the groups' hyperparameters
         self._is_stale = False  # whether a gather was broken off
         self._live: dict[tuple[bool, ...], Tensor] = {}
 
@@ -138,18 +132,7 @@ class Layout:
     def bind(self) -> None:
         """Give every bucket its state; allocate missing buffers."""
         state, before = self._state, self._before
-        for p, recut in self._recut.items():
-            state[p].update(recut)
         self._before = None
-        self.groups = [
-            buckets.join(sides, side, several, state)
-            for sides, side, several in self._together
-        ]
-        for group in self.groups:
-            # there from the start, to be loaded into
-            if group.hyper.algorithm.has_stages:
-                for param_group in group.groups:
-                    param_group.setdefault(STAGE_COUNT, 0)
         for bucket in self.buckets:
             buckets.attach(bucket, state)
         ways: dict[Hashable, list[ParameterBucket]] = {}
@@ -163,50 +146,17 @@ class Layout:
         for together in ways.values():
             parts = None if before is None else before.parts_at_owners
             buckets.attach_owned(together, state, parts)
+        self.groups = [  # last, for it holds the counts of all that has restarted
+            buckets.join(moving_groups, moving, several, state)
+            for moving_groups, moving, several in self._together
+        ]
+        for group in self.groups:
+            # there from the start, to be loaded into
+            if group.hyper.algorithm.has_stages:
+                for param_group in group.groups:
+                    param_group.setdefault(STAGE_COUNT, 0)
         _drop_unstepped(state, self._every)
         self._signature = self._sign(self.param_groups)
-
-    def _bound(self, sides: Sequence[GroupSide]) -> Collectives:
-        """Return what carries the parameters of all groups: matrices of moving ones
-        whole, where a rule needs that.
-        """
-        leaves: list[MatrixParam] = []
-        for side in sides:
-            if side.algorithm.matrix_only:
-                leaves += owned_leaves(side.algorithm, side.params)
-        whole = {leaf.tensor for leaf in leaves}
-        others = [p for p in self._every if p not in whole]
-        collectives: Collectives = self.options["collectives"]
-        return collectives.plan_for(leaves, others)
-
-    def _recut_state(self) -> dict[Tensor, dict[str, Tensor]]:
-        """Return the new pieces of state, by parameter, where other pieces of the
-        parameter move here than in the layout before. A collective.
-        """
-        if self._before is None:
-            return {}
-        old, new, recut = self._before.collectives, self.collectives, {}
-        for p, keys in self.cut_entries(self._state):
-            if keys and old.placement(p) != new.placement(p):
-                pieces = [self._state[p][key] for key in keys]
-                wholes = old.gather_state(pieces, [p] * len(keys))
-                recut[p] = {
-                    key: new.local_state(whole, p).clone()
-                    for key, whole in zip(keys, wholes, strict=True)
-                }
-        return recut
-
-    def cut_entries(
-        self, state: Mapping[Tensor, Mapping[str, Any]]
-    ) -> list[tuple[Tensor, list[str]]]:
-        """Return every parameter with the keys of what ``state`` keeps in pieces where
-        it is updated in pieces.
-        """
-        return [
-            (p, cut_keys(state.get(p, {})))
-            for group in self.param_groups
-            for p in group["params"]
-        ]
 
     def owned_entries(self) -> list[tuple[Tensor, str, Owned, tuple[int, ...]]]:
         """Return (parameter, key in its state, what of its matrices has its owner here,
@@ -286,11 +236,9 @@ class Layout:
         params = [p for group in groups for p in group["params"]]
         entries = map(self._state.__getitem__, self.params)
         held = [x for kept, e in zip(self._kept, entries, strict=True) for x in kept(e)]
-        tensors, whole = [*self.params, *held], list[int]()
+        tensors = [*self.params, *held]
         fake = bool(self.params) and is_fake(self.params[0])  # it has no address
         if self.collectives is not LOCAL:
-            # a rank whose piece is empty has to find out, too, that a parameter moved
-            whole = [] if fake else list(map(Tensor.data_ptr, self.params))
             tensors = list(map(self.collectives.local, tensors))
         return (
             [*map(id, groups), *map(id, params)],
@@ -299,7 +247,7 @@ class Layout:
             [moves(p, self._state) for p in self._idle],
             list(map(id, held)),
             # tensor.data = ... moves it
-            whole + list(map(id if fake else Tensor.data_ptr, tensors)),
+            list(map(id if fake else Tensor.data_ptr, tensors)),
             list(map(FORM, tensors[: len(self.params)])),
             list(map(Tensor.stride, tensors[: len(self.params)])),
         )
@@ -329,8 +277,20 @@ class Layout:
             self.batches,
             compile,
             self.collectives is LOCAL,
-            self.params[0].device.type if self.params else "cpu",
         )
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Return of every bucket the number of its group, and of its first part in
+        it.
+        """
+        places = []
+        for number, group in enumerate(self.groups):
+            first = 0
+            for bucket in group.buckets:
+                places.append((number, first))
+                first += len(bucket.params) * bucket.num_clipped
+        return places
 
     def gather(self) -> tuple[Sequence[RuleGroup], list[Tensor], Tensor]:
         """Return the arguments of the one step, with the groups' present
@@ -349,14 +309,10 @@ class Layout:
         is_changed, self._is_stale = self._is_stale, True
         for param_group, values in self._hyper:
             is_changed = values.refresh(param_group) or is_changed
-        if is_changed:
-            self._digest = None
         copies, self._results = Copies(), Copies()
         param_grads = [p.grad for p in self.params]
         rest, grads = iter(param_grads), []
         for group in self.groups:
-            for rows, entries in group.numbers:
-                copies.add(rows, entries)
             group.stacks = [b.stack or b.make_stack() for b in group.buckets]
             for bucket in group.buckets:
                 for copied, tensors in bucket.copied:
@@ -377,15 +333,6 @@ class Layout:
         copies.run()
         live = self._live_of(tuple([g is not None for g in param_grads]))
         return self.groups, grads, live
-
-    def digest(self) -> str:
-        """Return the groups' hyperparameters in the last ``gather``, for ranks to
-        compare.
-        """
-        if self._digest is None:
-            texts = [hyper.digest_text(group) for group, hyper in self._hyper]
-            self._digest = ", ".join(texts)
-        return self._digest
 
     def _gradient(
         self, bucket: ParameterBucket, grads: Sequence[Tensor | None], copies: Copies
@@ -440,14 +387,12 @@ class Layout:
         return mask
 
     def scatter(self) -> None:
-        """Copy small parameters and their state out of stacks, and let ranks that hold
-        the same parameters exchange their updated pieces.
+        """Copy small parameters and their state out of stacks.
 
         Stacks on a GPU go back to the caching allocator: a CUDA graph has captured
         tensors of its own pool.
         """
         self._results.run()
-        self.collectives.gather_params(self.params)
         self._results = Copies()
         for group in self.groups:
             group.stacks = []
@@ -459,15 +404,7 @@ class Layout:
         """Count the step that was taken, or skipped, after everything is written: where
         that fails, it was not taken.
         """
-        kept, new = [group.hyper.t for group in self.groups], [*decision.t]
-        for group, behind in zip(self.groups, decision.behind, strict=True):
-            if group.hyper.behind is not None and behind is not None:
-                kept.append(group.hyper.behind)
-                new.append(behind)
-        torch._foreach_copy_(kept, new)
-        for group in self.groups:
-            for rows, entries in group.numbers:
-                torch._foreach_copy_(entries, rows)
+        torch._foreach_copy_([group.hyper.t for group in self.groups], decision.t)
         skipped += decision.finite.logical_not()
         for group in self.groups:
             if group.hyper.algorithm.has_stages:
@@ -482,8 +419,8 @@ class Layout:
     # ---- gradients -------------------------------------------------------------------
 
     def present_norm(self) -> Tensor:
-        """Return the global norm of the present gradients, 0-D: gradients of an anchor,
-        or of the next batch, which no step measures.
+        """Return the global norm of the present gradients, 0-D, which are of the next
+        batch: no step measures them.
         """
         squares = [
             torch.zeros((), device=p.device)
@@ -495,6 +432,14 @@ class Layout:
         ]
         partial = torch.stack(squares)[:, None]
         return self.collectives.sum(partial, self.params).sum().sqrt()
+
+    def references(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield every parameter that has a reference gradient h, and this rank's piece
+        of h.
+        """
+        for bucket in self.buckets:
+            if "h" in bucket.state:
+                yield from zip(bucket.params, bucket.state["h"], strict=True)
 
     def describe_nonfinite(self, sums: Tensor) -> str:
         """Say whose gradient is not finite, from the complete sums of the step."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,15 +12,14 @@ from torch.optim.optimizer import ParamsT
 
 from marsopt.functional.collectives import LOCAL, Collectives, check_collectives
 from marsopt.functional.routing import all_hyperparameters, check_taken
-from marsopt.functional.step import advance, assess
-from marsopt.optim.advice import unused_arguments
+from marsopt.functional.step import advance, assess, global_clip
 from marsopt.optim.base import LayoutOptimizer
 from marsopt.optim.compiled import named_range
 from marsopt.optim.groups import constructor_values
-from marsopt.optim.restart import count_from, restart
-from marsopt.optim.statistics import LastStep, Statistics, noted, tracked
+from marsopt.optim.restart import restart
+from marsopt.optim.statistics import LastStep, Statistics
 from marsopt.rules import checks
-from marsopt.rules.decay import Decay, Weight
+from marsopt.rules.checks import Number, Weight
 from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.hyperparameters import check_names
 
@@ -38,32 +36,31 @@ class MARS(LayoutOptimizer):
     means the rule's default, which docs/fidelity.md lists; the authors' four names have
     the authors' values.
 
-    Every hyperparameter may be set per param group and changed between steps, as in
+    **One rule for each param group**: a given group of both kinds becomes two, its
+    matrices and its other tensors. The learning rate of a tensor is ``group["lr"] *
+    group["lr_ratio"]``, where the ratio of the other tensors is lr_1d / lr: schedules
+    write ``lr`` into every group. A group may give every hyperparameter, as in
     torch.optim, but for the whole optimizer's: ``is_approx``, ``correction``,
-    ``max_norm``, Newton-Schulz (``ns_...``) and dtypes. A group's lr, betas and
-    weight_decay, given when it is added, hold for everything in it, unless it gives
-    ``lr_1d``, ``betas_1d`` or ``weight_decay_1d`` too. In a group, None for one of
-    these three means the group's lr, betas or weight_decay. Other tensors follow the
-    schedule: their learning rate is lr * lr_1d / base_lr, where the group's ``base_lr``
-    is its lr when it was added. A change of the rule that moves a tensor
-    (``mars_type``, ``matrices``), and of ``clip`` to or from None, restarts the state
-    that the two rules do not share, and AdamW's as a whole where it has no second
-    moment yet.
+    ``max_norm``, Newton-Schulz (``ns_...``) and dtypes. Its lr, betas and weight_decay
+    hold for everything in it, unless it gives ``lr_1d``, ``betas_1d`` or
+    ``weight_decay_1d`` too, which it does not keep as keys. Values in a group are
+    numbers, bools, strings, None, tensors, or tuples of these, and may change between
+    steps. A change of the rule that moves a tensor (``mars_type``, ``matrices``), and
+    of ``clip`` to or from None, restarts the state that the two rules do not share, and
+    AdamW's as a whole where it has no second moment yet.
 
     Args:
         params: tensors, (name, tensor) pairs or param groups. Real floating point,
             dense.
         lr: learning rate, a number or 0-D tensor.
-        betas: decay rates of the moments, numbers or ``marsopt.LogTime``; rules with
-            one momentum use betas[0]; NorMuon's row-wise second moment uses betas[1].
-            None = the rule's default.
+        betas: decay rates of the moments; rules with one momentum use betas[0];
+            NorMuon's row-wise second moment uses betas[1]. None = the rule's default.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay of tensors that take ``mars_type``. None =
             the rule's default.
         amsgrad: divide by the root of the largest second moment so far ("mars-adamw",
             "adamw", "nadamw").
-        gamma: scale of the variance reduction; 0 turns it off. With transport, the
-            lookahead that a step leaves has the gamma of that step.
+        gamma: scale of the variance reduction; 0 turns it off.
         is_approx: True: the reference gradient h is the previous step's gradient. False
             (exact MARS): h is the current batch's gradient at the previous parameters,
             handed over by ``update_previous_grad()``.
@@ -73,25 +70,25 @@ class MARS(LayoutOptimizer):
         optimize_1d: give tensors that are not matrices to the MARS rule too.
         lr_1d, betas_1d, weight_decay_1d: of what moves tensors that are not matrices.
             None = the rule's own: lr, betas and weight_decay themselves, or the
-            authors' 3e-3, (0.9, 0.95) and 0.1.
+            authors' 3e-3, (0.9, 0.95) and 0.1. ``lr_1d`` is measured against lr, or
+            against ``base_lr`` if lr starts below its peak.
         clip: threshold of the norm of the corrected gradient, per matrix (see
             ``clip_per``) or tensor that is none; None = off.
         max_norm: threshold of the global gradient norm, applied inside the step (in
             place of clip_grad_norm_), over all parameters of this optimizer. None =
             off. An attribute too, which may change between steps.
-        correction: "approximate", "exact", "transport" or "svrg", in place of
-            ``is_approx``; None = as it says. Transport is this project's form of
-            exact MARS with one gradient a step: between steps parameters hold y = x + k
-            (x - x_prev), k = gamma beta1 / (1 - beta1), and the state keeps x, which
-            ``eval()`` puts into them. Every ``mars_type`` looks ahead, baselines
-            (without clip) and the AdamW beside them too.
-        gamma_1d: with transport, gamma of the AdamW for tensors that are not matrices;
-            None = gamma.
+        correction: "approximate" or "exact", in place of ``is_approx``; None = as it
+            says. Baselines, and the AdamW beside a rule, take none.
         nesterov: True: Nesterov's form of the rule's momentum; a number w in [0, 1]:
             (1 - w) times the debiased average plus w times the gradient; None = the
             rule's own, on for "muon", "moonlight" and "nadamw".
         nesterov_1d: the same of AdamW for tensors that are not matrices; None = off
             beside a matrix rule, else ``nesterov``.
+        log_time: memory that grows with the run: every decay in step t of a tensor is
+            min(beta, t / (t + log_time)), and betas are the caps. Betas that are not
+            given are 0.999 then, and ``nesterov`` is 0.2. Common values are 8 and 10;
+            None = off. In log time, averages remember a fixed share of the steps taken
+            (arXiv 2602.05298).
         epsilon_hat: AdamW adds eps before debiasing, as the MARS-M and Moonlight
             scripts do for embeddings. For tensors that are not matrices, these two and
             both kinds of NorMuon always do.
@@ -103,7 +100,7 @@ class MARS(LayoutOptimizer):
             but torch.bfloat16 with ``stochastic_rounding``.
         collectives: ``marsopt.parallel.MeshCollectives(mesh)`` for sharded parameters;
             ``marsopt.parallel.DataParallel(process_group)`` under DDP, where ranks
-            share the work and the state.
+            share Newton-Schulz. ``for_model`` finds either.
         compile: None = compile where this machine can (logged once), True = required,
             False = eager. Parameters, gradients and state stay where they are. Tensors
             of fewer than 65,536 elements are copied into one stack per shape in every
@@ -133,14 +130,11 @@ class MARS(LayoutOptimizer):
         tensor([[0.0047, 0.0047]])
     """
 
-    # whether steps note down how far they move parameters, for ``statistics``
-    track_updates: bool = False
-
     def __init__(
         self,
         params: ParamsT,
         lr: float | Tensor = 3e-3,
-        betas: tuple[Decay, Decay] | None = None,
+        betas: tuple[Number, Number] | None = None,
         eps: float = 1e-8,
         weight_decay: float | None = None,
         amsgrad: bool = False,
@@ -149,15 +143,15 @@ class MARS(LayoutOptimizer):
         mars_type: str = "mars-adamw",
         optimize_1d: bool = False,
         lr_1d: float | None = None,
-        betas_1d: tuple[Decay, Decay] | None = None,
+        betas_1d: tuple[Number, Number] | None = None,
         weight_decay_1d: float | None = None,
         *,
         clip: float | None = 1.0,
         max_norm: float | None = None,
         correction: str | None = None,
-        gamma_1d: float | None = None,
         nesterov: Weight | None = None,
         nesterov_1d: Weight | None = None,
+        log_time: float | None = None,
         epsilon_hat: bool = False,
         matrices: str = "2d",
         state_dtype: torch.dtype | None = None,
@@ -170,7 +164,8 @@ class MARS(LayoutOptimizer):
         checks.none_or(checks.true_or_false)("compile", compile)
         check_collectives(collectives)
         checks.positive_or_none("max_norm", max_norm)
-        check_names(options, all_hyperparameters(), "marsopt.MARS")
+        known = all_hyperparameters().keys() - {"lr_ratio"}  # of param groups
+        check_names(options, known, "marsopt.MARS")
         arguments: dict[str, Any] = dict(
             lr=lr,
             betas=betas,
@@ -187,9 +182,9 @@ class MARS(LayoutOptimizer):
             clip=clip,
             max_norm=max_norm,
             correction=correction,
-            gamma_1d=gamma_1d,
             nesterov=nesterov,
             nesterov_1d=nesterov_1d,
+            log_time=log_time,
             epsilon_hat=epsilon_hat,
             matrices=matrices,
             state_dtype=state_dtype,
@@ -206,9 +201,6 @@ class MARS(LayoutOptimizer):
         super().__init__(params, values.defaults, whole)
         types = [group["mars_type"] for group in self.param_groups]
         check_taken(types, correction)
-        groups = self.param_groups
-        for message in unused_arguments(groups, whole, values.explicit, correction):
-            self._say(logging.WARNING, message)
 
     # ---- the step ------------------------------------------------------------------
 
@@ -235,15 +227,12 @@ class MARS(LayoutOptimizer):
             ValueError: a sparse gradient, or a hyperparameter that was changed to
                 something out of its range.
             RuntimeError: exact MARS without its protocol (``update_previous_grad``);
-                transport in eval mode; an exception has broken off a step before (see
-                ``load_state_dict``); hyperparameters that are numbers (those that are
-                tensors are not compared) differ between the ranks that shard
-                parameters, which then raise all, on GPUs some steps later: nothing has
-                changed.
+                in the first step, parameters, options or hyperparameters that are
+                numbers differ between the ranks of ``collectives``, which then raise
+                all: nothing has changed.
             FloatingPointError: a gradient that is not finite, with
                 ``nonfinite="raise"``; nothing has changed.
         """
-        self._writes.check("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -255,19 +244,16 @@ class MARS(LayoutOptimizer):
     @torch.no_grad()
     @without_autocast
     def _step(self) -> None:
-        layout = self._fitting("step()")
+        layout = self._fitting()
         if not layout.buckets:  # everything is frozen, or elsewhere
             return
-        self._protocol.before_step(self, layout.handles)
+        self._next_grads.check_may_step()
         with named_range("marsopt: gather"):
             groups, grads, live = layout.gather()
         if isinstance(bound := self._options["max_norm"], Tensor):
             assert self._max_norm is not None
             self._max_norm.copy_(bound)
         collectives = layout.collectives
-        digest: str | None = None
-        if collectives is not LOCAL:
-            digest = f"{layout.digest()}, max_norm={self.max_norm}"
         sums, decision = assess(
             groups,
             grads,
@@ -275,32 +261,24 @@ class MARS(LayoutOptimizer):
             max_norm=self._max_norm,
             collectives=collectives,
             live=live,
-            digest=digest,
             run=self._run,
         )
-        if self.track_updates:
-            groups = tracked(groups)
-        with self._writes:
-            advance(
-                groups,
-                grads,
-                layout.members,
-                decision,
-                collectives=collectives,
-                run=self._run,
-            )
-            with named_range("marsopt: scatter"):
-                layout.scatter()
-                layout.count(decision, self._skipped)
-            hypers = [group.hyper for group in groups]
-            last = LastStep(
-                layout.params, hypers, sums, decision.ok, noted(groups), collectives
-            )
-            self._protocol.after_step(self, layout.handles)
+        advance(
+            groups,
+            grads,
+            layout.members,
+            decision,
+            collectives=collectives,
+            run=self._run,
+        )
+        with named_range("marsopt: scatter"):
+            layout.scatter()
+            layout.count(decision, self._skipped)
+        hypers = [group.hyper for group in groups]
+        last = LastStep(layout.params, hypers, sums, decision.ok)
+        self._next_grads.note_step()
         self._grad_norm, self._last = decision.grad_norm, last
         if self._options["nonfinite"] == "raise" and not decision.finite:
-            if digest is not None:
-                collectives.check_ranks_agree(digest)
             raise FloatingPointError(layout.describe_nonfinite(sums))
 
     @property
@@ -316,12 +294,6 @@ class MARS(LayoutOptimizer):
         are computed here from numbers that every step leaves on the device: a step
         costs nothing more for it.
 
-        With ``optimizer.track_updates = True`` before the step, ``update`` says how far
-        the step moved each parameter. A GPU adds up the squares in the step's own pass
-        over the parameters; a CPU makes further passes (docs/performance.md). Ranks
-        that share parameters add their sums by one all-reduce here: all ranks then call
-        this. With transport the point ahead is measured where x follows from it.
-
         Call it before a schedule changes ``gamma``, ``betas``, ``clip`` or
         ``max_norm``: factors of clips are computed by the present values. Norms of
         moments or of single rows are left out, for they would cost a pass.
@@ -330,9 +302,7 @@ class MARS(LayoutOptimizer):
             A named tuple, of N parameters, on their device, in float64 (float32 on
             Apple's GPUs): ``names``, a list; ``grad_norm`` (N,), before any clip;
             ``global_clip`` (), the factor of ``max_norm``; ``clip`` (N,), the factor of
-            ``clip``, of several matrices in a parameter the smallest; ``update`` (N,),
-            root mean square of the step over the parameter's before it, or None: 0 in
-            a skipped step, infinity where the parameter was zero.
+            ``clip``, of several matrices in a parameter the smallest.
 
         Raises:
             RuntimeError: there was no step yet, since construction, a load or copy, or
@@ -361,39 +331,11 @@ class MARS(LayoutOptimizer):
         """Steps since construction that a non-finite gradient voided. Costs a sync."""
         return int(self._skipped)
 
-    # ---- transport -----------------------------------------------------------------
-
-    def eval(self) -> None:
-        """Transport: put the trained parameters x into the model, to evaluate or save
-        it. Other corrections: nothing.
-
-        Parameters that are written in eval mode (loaded, averaged, clamped) are the new
-        x. A step in eval mode is an error.
-        """
-        self._dispatch("eval")
-
-    def train(self) -> None:
-        """Transport: put the points ahead back into the model, before the next forward
-        pass of training. Other corrections: nothing.
-        """
-        self._dispatch("train")
-
-    def iterates(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each parameter with its iterate, for averages and logs: with transport
-        its x, of the same shape and dtype (a DTensor of a DTensor), wherever it lies
-        now; else itself. Nothing is exchanged or copied: the tensors change with the
-        next step (or ``eval``, ``train``), and are only to be read.
-        """
-        find_iterate = self._dispatch("iterates")
-        for group in self.param_groups:
-            for p in group["params"]:
-                x = None if find_iterate is None else find_iterate(p)
-                if x is not None:
-                    (x,) = self._present.collectives.gather_state([x], [p])
-                yield p, p.detach() if x is None else x
-
     # ---- exact MARS: the authors' protocol -----------------------------------------
 
+    @torch.inference_mode(False)  # else later steps could not write the tensors
+    @torch.no_grad()
+    @without_autocast
     def update_previous_grad(self, *, grad_scale: float | Tensor | None = None) -> None:
         """Exact MARS, before ``step``: keep the *next* batch's gradient, in ``p.grad``.
 
@@ -411,45 +353,38 @@ class MARS(LayoutOptimizer):
             RuntimeError: a line of the protocol is missing, which the message names:
                 ``update_last_grad`` after the last step.
         """
-        self._dispatch("update_previous_grad", grad_scale)
+        if not self._next_grads.is_used:
+            return
+        layout = self._fitting()
+        self._next_grads.check_may_keep()
+        factor = None if grad_scale is None else 1.0 / grad_scale
+        if self._max_norm is not None:
+            scale = 1.0 if factor is None else factor
+            norm = layout.present_norm() * scale
+            factor = scale * global_clip(norm, self._max_norm)
+        self._next_grads.keep(layout, factor)
 
+    @torch.inference_mode(False)  # else later steps could not write the tensors
+    @torch.no_grad()
+    @without_autocast
     def update_last_grad(self) -> None:
         """Exact MARS, after ``step``: the kept gradient becomes the next step's h.
 
         Raises:
             RuntimeError: ``update_previous_grad`` was not called since the last time.
         """
-        self._dispatch("update_last_grad")
-
-    # ---- an anchor -----------------------------------------------------------------
-
-    def update_anchor(self, *, grad_scale: float | Tensor | None = None) -> None:
-        """Corrections with an anchor (SVRG): let the snapshot be the parameters, and
-        its full gradient ``p.grad``. With ``max_norm`` it gets a global clip of its
-        own. Other corrections: nothing.
-
-        Args:
-            grad_scale: as in ``update_previous_grad``.
-        """
-        self._dispatch("update_anchor", grad_scale)
-
-    @contextmanager
-    def at_snapshot(self) -> Iterator[None]:
-        """Corrections with an anchor (SVRG): let parameters hold the snapshot in this
-        context, for the batch's gradient there. Other corrections: nothing.
-        """
-        self._dispatch("at_snapshot")
-        try:
-            yield
-        finally:
-            self._dispatch("at_snapshot")
+        if not self._next_grads.is_used:
+            return
+        layout = self._fitting()
+        self._next_grads.check_may_hand_over()
+        self._next_grads.hand_over(layout)
 
     # ---- a new phase ---------------------------------------------------------------
 
     @torch.inference_mode(False)  # else later steps could not write the tensors
     @torch.no_grad()
     @without_autocast
-    def reset_momentum(self, *, keep_log_time: bool = False) -> None:
+    def reset_momentum(self) -> None:
         """Forget all gradients, for a phase with other data, a pruned model or a run
         that is resumed: later steps equal, bit for bit, a new optimizer's over the
         present weights and groups. Nothing compiles again. All ranks call it.
@@ -461,37 +396,19 @@ class MARS(LayoutOptimizer):
         - to 0: ``step``; the averages ``exp_avg``, ``momentum_buffer``, ``grad_avg``,
           ``exp_avg_sq``, ``max_exp_avg_sq``, ``row_exp_avg_sq``; SOAP's
           ``exp_avg_in_basis``, ``exp_avg_sq_in_basis``, ``num_grads``, ``row_factor``
-          and ``col_factor``; the gradients ``last_grad``, ``snapshot_grad`` and
-          ``anchor_grad``; transport's ``lookahead``;
-        - to the identity: SOAP's ``row_basis`` and ``col_basis``;
-        - to the parameter: ``iterate`` and ``snapshot``.
+          and ``col_factor``; the gradient ``last_grad``;
+        - to the identity: SOAP's ``row_basis`` and ``col_basis``.
 
-        Weights stay: with transport in train mode parameters become x, ahead of which
-        is nothing. Learning rates, ``base_lr``, ``train_mode``, ``num_skipped`` and
-        keys of your own stay too; SOAP's ``stage_count`` is 0. Exact MARS goes on with
-        ``update_previous_grad()``, SVRG with ``update_anchor()``. One line in the log
-        (INFO) lists the keys.
-
-        Args:
-            keep_log_time: whether every ``LogTime`` of a group goes on from the steps
-                that were taken: its ``start`` grows by them (a sync), so that new
-                averages remember as long as the old ones did. False: t begins at 1.
-
-        Raises:
-            RuntimeError: an exception has broken off a step before; inside of
-                ``at_snapshot()``.
+        Weights stay. Learning rates, ``num_skipped`` and keys of your own stay too;
+        SOAP's ``stage_count`` is 0. With ``log_time``, t begins at 1. Exact MARS goes
+        on with ``update_previous_grad()``. One line in the log (INFO) lists the keys.
         """
-        layout = self._fitting("reset_momentum()")
-        self._protocol.check_may_restart()
-        with self._writes:
-            self._protocol.restart(self, layout.handles)
-            for group in self.param_groups if keep_log_time else ():
-                count_from(group, self.state)
-            keys = restart(layout.buckets, self.state, self.param_groups)
+        layout = self._fitting()
+        self._next_grads.restart(is_fresh=False)
+        keys = restart(layout.buckets, self.state, self.param_groups)
         texts = [f"{', '.join(names)} to {start}" for start, names in keys.items()]
         log.info(
-            "marsopt: reset_momentum set %s for %d parameters; LogTime %s",
+            "marsopt: reset_momentum set %s for %d parameters",
             "; ".join(texts),
             len(layout.params),
-            "goes on" if keep_log_time else "begins at t = 1",
         )

@@ -9,9 +9,10 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from marsopt.functional.binding import check_unflattened
+from marsopt.functional.routing import of_rest
 from marsopt.optim.roles import TABLES, roles, splits_of
 from marsopt.rules import checks
-from marsopt.rules.decay import Decay, Weight
+from marsopt.rules.checks import Number, Weight
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.registry import named
 
@@ -25,10 +26,10 @@ def param_groups(
     lr: float | Tensor,
     weight_decay: float | None = None,
     lr_1d: float | Tensor | None = None,
-    betas_1d: tuple[Decay, Decay] | None = None,
+    betas_1d: tuple[Number, Number] | None = None,
     weight_decay_1d: float | None = None,
     nesterov_1d: Weight | None = None,
-    gamma_1d: float | None = None,
+    log_time: float | None = None,
     experts: bool = True,
     convolutions: bool = False,
     adapters: Literal["matrix", "adamw"] = "matrix",
@@ -38,7 +39,7 @@ def param_groups(
     else as the authors' recipes for this rule have it.
 
         groups = marsopt.param_groups(model, "moonlight", lr=6e-3)
-        optimizer = MARS(groups, correction="transport", gamma=0.05)
+        optimizer = MARS(groups, max_norm=1.0)
 
     Everything else is told by modules and by names: embeddings (tied output heads among
     them), routers of experts, output heads; and vectors: norms, biases, whatever else
@@ -59,8 +60,9 @@ def param_groups(
     - "adamw", "nadamw", "lion": the rule itself, without decay.
 
     Every group names its rule, its lr and its decay, so that these arguments of MARS no
-    longer reach it: give them here. It may be changed before it is passed on. With
-    transport, groups that AdamW moves look ahead by ``gamma_1d``, if it is given here.
+    longer reach it: give them here, and ``log_time``. All groups have one ``lr``, which
+    a schedule may write into them; ``lr_ratio`` says how many times that is a group's
+    rate. A group may be changed before it is passed on.
 
     Args:
         model: on any device, sharded, compiled, checkpointed, adapted (PEFT) or not.
@@ -73,8 +75,8 @@ def param_groups(
             embeddings among it (with "adamw", "nadamw" and "lion": of vectors); None =
             as above.
         nesterov_1d: Nesterov's momentum of the same, as ``MARS``'s ``nesterov``; None =
-            off.
-        gamma_1d: with transport, gamma of the same; None = ``MARS``'s.
+            off, or 0.2 with ``log_time``.
+        log_time: of all groups, as in ``MARS``.
         experts: give weights of experts, (num_experts, rows, cols), to the rule as
             batches of matrices; False: they are moved as vectors are. torchtitan's
             fused w13 always is: no two of its dims are a matrix.
@@ -128,20 +130,23 @@ def param_groups(
     checks.one_of(("matrix", "adamw"))("adapters", adapters)
     decay = row.table["weight_decay"].default if weight_decay is None else weight_decay
     hidden = dict(mars_type=row.name, lr=lr, weight_decay=decay)
+    if log_time is not None:
+        hidden["log_time"] = log_time
     of_1d: dict[str, Any] = dict(
         lr_1d=lr_1d,
         betas_1d=betas_1d,
         weight_decay_1d=weight_decay_1d,
         nesterov_1d=nesterov_1d,
-        gamma_1d=gamma_1d,
     )
-    tables, vectors = hidden | {"weight_decay": 0.0}, row.fallback_group(hidden | of_1d)
+    of_1d = {name: value for name, value in of_1d.items() if value is not None}
+    tables = hidden | {"weight_decay": 0.0}
     everything = row.fallback == "itself"
     if everything:
-        given = {name: value for name, value in of_1d.items() if value is not None}
-        explicit = {name.removesuffix("_1d"): value for name, value in given.items()}
-        vectors = tables | explicit
-    elif row.matrix_only:
+        vectors = of_rest(tables | of_1d) or tables
+    else:
+        defaults = row.hyperparameters | row.log_time_defaults(log_time)
+        vectors = of_rest(defaults | hidden | of_1d) or hidden
+    if row.matrix_only and not everything:
         undecayed = row.fallback == "adamw_1d" and weight_decay_1d is None
         tables = vectors | ({"weight_decay": 0.0} if undecayed else {})
     parts: dict[str, dict[str, Any]] = {"matrix": hidden}

@@ -15,22 +15,18 @@ from marsopt.rules.dtypes import working_dtype
 
 # elements; below it copies cost less than a call
 SMALL = 2**16
-# stacks, at most, of one graph that is called for many layers. A CPU waits for its
-# kernels: small graphs compile sooner. Ahead of a GPU the host has to launch them:
-# AdamW's step over 219 tensors takes the host 7.2 ms by graphs of 4 stacks, 5.3 by 16
-TOGETHER, TOGETHER_ON_GPU = 4, 16
+TOGETHER = 4  # stacks, at most, of one graph that is called for many layers
 
 
 def should_stack(shape: torch.Size) -> bool:
-    """Return whether a parameter of this shape shares a stack with further ones: where
-    it is small, so that copies into the stack and out of it are nothing.
+    """Return whether a parameter of this shape shares a stack with further ones, if no
+    kernel moves it where it lies: it is small, so that copies into the stack and out of
+    it are nothing.
     """
     return shape.numel() < SMALL
 
 
-def calls(
-    kinds: Sequence[Hashable], compile: bool, device_type: str
-) -> list[list[int]]:
+def calls(kinds: Sequence[Hashable], compile: bool) -> list[list[int]]:
     """Assign stacks, by position, to calls of compiled graphs.
 
     Stacks that occur equally often are compiled into one graph: the graph of one layer,
@@ -41,15 +37,13 @@ def calls(
         kinds: of every stack, the form on which a compiled graph relies; the same on
             all ranks.
         compile: whether the step is compiled.
-        device_type: of the parameters.
     """
     if not compile:
         return [list(range(len(kinds)))]
-    num_stacks = TOGETHER if device_type == "cpu" else TOGETHER_ON_GPU
     alike, assigned = group_by(kinds), []
     for together in group_by([len(kind) for kind in alike]):
         layers = list(zip(*(alike[i] for i in together), strict=True))
-        most = max(1, num_stacks // len(together))
+        most = max(1, TOGETHER // len(together))
         num = max(n for n in range(1, most + 1) if len(layers) % n == 0)
         for start in range(0, len(layers), num):
             part = layers[start : start + num]
@@ -91,7 +85,6 @@ def portions(
     batches: Sequence[Hashable],
     compile: bool,
     is_local: bool,
-    device_type: str,
 ) -> list[list[list[int]]]:
     """Return how a step over stacks is cut: portions, each a list of ``calls``. The
     temporaries of a portion are freed before the next.
@@ -106,11 +99,10 @@ def portions(
             of none.
         compile: whether the step is compiled.
         is_local: whether one process has everything.
-        device_type: of the parameters.
     """
     cut = []
     for members in group_by(batches):
-        own = calls([kinds[i] for i in members], compile, device_type)
+        own = calls([kinds[i] for i in members], compile)
         assigned = [[members[i] for i in call] for call in own]
         is_batch = batches[members[0]] is not None
         cut += [assigned] if is_batch else [[call] for call in assigned]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from marsopt.functional.binding import start_at_owner
 from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.state_dict import STAGE_COUNT, State
-from marsopt.rules.buffers import LOOKAHEAD
-from marsopt.rules.decay import LogTime
 
 
 def restart(
@@ -21,7 +18,7 @@ def restart(
     """Set the state of all parameters to its start, as before a first step.
 
     Args:
-        buckets: of all parameters that move; parameters hold the trained weights.
+        buckets: of all parameters that move.
         state: the optimizer's.
         groups: the optimizer's param groups.
 
@@ -31,12 +28,9 @@ def restart(
     keys: dict[str, list[str]] = {}
     for bucket in buckets:
         buffers = bucket.algorithm.buffers
-        for symbol, held in bucket.state.items():
-            for tensor, piece in zip(held, bucket.pieces, strict=True):
-                if buffers[symbol].start == "parameter":
-                    tensor.copy_(piece)
-                else:
-                    tensor.zero_()
+        for held in bucket.state.values():
+            for tensor in held:
+                tensor.zero_()
         for n, symbol in enumerate(bucket.algorithm.owned):
             owners = zip(bucket.params, bucket.owned, bucket.owns, strict=True)
             for p, owned, owns in owners:
@@ -46,30 +40,9 @@ def restart(
             buffer = buffers[symbol]
             keys.setdefault(buffer.start, []).append(buffer.key)
         for p in bucket.params:
-            for key in ("step", LOOKAHEAD):
-                if key in state[p]:
-                    state[p][key].zero_()
-                    keys.setdefault("zeros", []).append(key)
+            state[p]["step"].zero_()
+        keys.setdefault("zeros", []).append("step")
     for group in groups:
         if STAGE_COUNT in group:
             group[STAGE_COUNT] = 0
     return {start: sorted(set(names)) for start, names in keys.items()}
-
-
-def count_from(group: MutableMapping[str, Any], state: State) -> None:
-    """Let every ``LogTime`` of a group go on from the most steps that one of its
-    parameters has taken, where these begin again at 0. Costs a sync.
-    """
-    entries: list[Mapping[str, Any]] = [state.get(p, {}) for p in group["params"]]
-    taken = max((float(e["step"]) for e in entries if "step" in e), default=0.0)
-    for key, value in group.items():
-        if isinstance(value, tuple):
-            group[key] = tuple(_later(item, taken) for item in value)
-        elif isinstance(value, LogTime):
-            group[key] = _later(value, taken)
-
-
-def _later(value: Any, taken: float) -> Any:
-    if not isinstance(value, LogTime):
-        return value
-    return replace(value, start=value.start + taken)

@@ -4,6 +4,7 @@ bit.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
@@ -15,35 +16,16 @@ from marsopt.functional.collectives import Collectives
 from marsopt.optim.loading import (
     SOURCE,
     Item,
-    LoadReport,
-    check_form,
-    check_groups,
-    check_is_mapping,
+    check_is_of_optimizer,
+    check_kind,
+    check_shapes,
     check_values,
 )
-from marsopt.rules.adamw import AdamW
-from marsopt.rules.algorithm import GRADIENTS, MOMENTUM
-from marsopt.rules.buffers import LOOKAHEAD
-from marsopt.rules.registry import CORRECTIONS, REGISTRY, STATE_KEYS
+from marsopt.rules.correction import H
+from marsopt.rules.registry import STATE_KEYS
 
-# The names of an average, whatever it averages.
-AVERAGES = frozenset({AdamW.keeps["m"].key, MOMENTUM, GRADIENTS})
+log = logging.getLogger(__name__)
 
-
-def _correction_keys(*starts: str) -> frozenset[str]:
-    """Return the keys of what corrections keep that starts so; of all without one."""
-    buffers = [b for kind in CORRECTIONS.values() for b in kind.keeps.values()]
-    keys = {b.key for b in buffers if not starts or b.start in starts}
-    return frozenset(keys | _point_keys())
-
-
-def _point_keys() -> set[str]:
-    """Return the keys by which it is known how far parameters are ahead of x."""
-    kept = {kind.keeps["x"].key for kind in CORRECTIONS.values() if kind.is_ahead}
-    return {LOOKAHEAD, *kept}
-
-
-TRAIN_MODE = "train_mode"  # of a param group, as schedule-free optimizers call it
 # How many steps a group has taken whose preconditioner has stages: the host's count,
 # saved with the group, so that a run that goes on keeps its rhythm.
 STAGE_COUNT = "stage_count"
@@ -58,16 +40,6 @@ def entry_of_mars(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in entry.items() if _is_of_mars(key)}
 
 
-def cut_keys(entry: Mapping[str, Tensor]) -> list[str]:
-    """Return the keys of what ``optimizer.state[p]`` holds for MARS in pieces, where p
-    is updated in pieces: not numbers of a step, nor what owners of whole matrices keep.
-    """
-    preconditioners = {row.preconditioner for row in REGISTRY.values()}
-    kept = [b for kind in preconditioners for b in kind.keeps.values()]
-    whole = {"step", LOOKAHEAD, *(b.key for b in kept if b.home == "owner")}
-    return sorted(entry_of_mars(entry).keys() - whole)
-
-
 def _is_of_mars(key: str) -> bool:
     return key == "step" or key in STATE_KEYS
 
@@ -80,15 +52,8 @@ def check_ids(
     Raises:
         ValueError: no optimizer's state dict, or another number of parameters.
     """
-    check_is_mapping(saved)
-    groups, state = saved.get("param_groups"), saved.get("state")
-    if not isinstance(groups, Sequence) or not isinstance(state, Mapping):
-        raise ValueError(
-            f"got a state dict of {sorted(map(str, saved))[:3]}, expected one of an "
-            "optimizer, which has 'param_groups' and 'state': load the model's into "
-            "the model"
-        )
-    ids = check_groups(groups)
+    check_is_of_optimizer(saved)
+    ids = [i for group in saved["param_groups"] for i in group["params"]]
     if len(ids) != len(labelled):
         raise ValueError(
             f"got a state dict of {len(ids)} parameters, expected {len(labelled)}: "
@@ -100,28 +65,14 @@ def check_ids(
 def check_entries(
     labelled: Sequence[tuple[Tensor, str]], saved: Mapping[str, Any]
 ) -> None:
-    """Check that ``saved`` has tensors, of all parameters, where MARS keeps tensors.
+    """Check that ``saved`` has all parameters, and numbers where MARS keeps numbers.
 
     Raises:
-        ValueError: as ``check_ids`` and ``check_form``, by name.
+        ValueError: as ``check_ids`` and ``check_kind``, by name.
     """
     for i, (_, label) in zip(check_ids(labelled, saved), labelled, strict=True):
-        entry = saved["state"].get(i, {})
-        if not isinstance(entry, Mapping):
-            raise ValueError(
-                f"got a {type(entry).__name__} as the state of {label}, expected a "
-                "dict of tensors: load the result of an optimizer's state_dict()"
-            )
-        for key, value in entry_of_mars(entry).items():
-            check_form(value, key, label)
-    for group in saved["param_groups"]:
-        count, mode = group.get(STAGE_COUNT, 0), group.get(TRAIN_MODE, True)
-        if type(count) is not int or count < 0 or type(mode) is not bool:
-            raise ValueError(
-                f"got {STAGE_COUNT}={count!r} and {TRAIN_MODE}={mode!r} in a param "
-                "group of a state dict, expected a number of steps and True or False: "
-                "load the result of an optimizer's state_dict()"
-            )
+        for key, value in entry_of_mars(saved["state"].get(i, {})).items():
+            check_kind(value, key, label)
 
 
 def in_order_of_names(
@@ -165,99 +116,48 @@ def under_loaded(
     return state
 
 
-def _renamed_average(
-    present: Mapping[str, Any], saved: Mapping[str, Any]
-) -> dict[str, str]:
-    """Return {name in ``saved``: name of ours} of the average, where a buffer that
-    restarts from the parameter makes the difference (transport): all averages
-    are of the rule's input.
-    """
-    want, have = AVERAGES & set(present), AVERAGES & set(saved)
-    restarting = _correction_keys("parameter")
-    same = restarting & set(present) == restarting & set(saved)
-    if same or want & have or len(have) != 1:
-        return {}
-    return {old: new for old in have for new in want}
-
-
-def check_is_apart(state: State, saved: Mapping[str, Any]) -> None:
-    """Check that ``saved`` is more than another view of ``state``, half written.
-
-    Raises:
-        RuntimeError: it holds tensors of ``state``.
-    """
-    live = {id(v) for entry in state.values() for v in entry_of_mars(entry).values()}
-    for entry in saved["state"].values():
-        if any(id(value) in live for value in entry.values()):
-            raise RuntimeError(
-                "got a state dict of this optimizer's own tensors after an exception "
-                "in the midst of a step, expected a copy from before: load a "
-                "checkpoint, or build model and optimizer again"
-            )
-
-
-def _check_form_of_x(saved: set[str], present: set[str], label: str) -> None:
-    """Check that transport's x is ``saved`` in the form in which it is ``present``.
-
-    Raises:
-        ValueError: one side has x, the other one numbers from which it follows.
-    """
-    if saved and present and (LOOKAHEAD in saved) != (LOOKAHEAD in present):
-        raise ValueError(
-            f"got a state dict with {sorted(saved)} of {label}, expected "
-            f"{sorted(present)}: store_iterate, cautious_weight_decay and the dtypes "
-            "of parameters and state decide whether transport keeps x; build MARS with "
-            + ("those" if LOOKAHEAD in saved else "store_iterate=True, or with those")
-            + " of the run that saved it"
-        )
-
-
 def to_restore(
     state: State,
     labelled: Sequence[tuple[Tensor, str]],
     saved: Mapping[str, Any],
     leaves: Sequence[Tensor],
     collectives: Collectives,
-) -> tuple[list[tuple[Tensor, Any]], LoadReport]:
+) -> list[tuple[Tensor, Any]]:
     """Return the tensors of ``state`` with their values in ``saved``, to be copied in
     their own dtype: torch.optim's own loading casts to the parameter's, which would
     round float32 state of bf16 parameters. A value that is the tensor is left out.
 
-    From one correction to another moments go on. A buffer that only one of the two
-    keeps restarts: a gradient at zero, a copy of the parameter as its protocol's
-    ``load`` has it. A parameter without an entry in ``saved`` restarts as a whole: it
-    has not moved yet.
+    A parameter without an entry in ``saved`` restarts as a whole: it has not moved yet.
+    One line in the log (INFO) says how many tensors restart.
 
     Raises:
         ValueError: a tensor is missing, has another shape, or a value that no step
-            leaves there; x is kept on one side, and follows from numbers on the other.
+            leaves there.
     """
-    pairs, items, report = list[tuple[Tensor, Any]](), list[Item](), LoadReport()
-    restarting = _correction_keys("parameter")
-    report.source = saved.get(SOURCE)
+    pairs, items, num_fresh = list[tuple[Tensor, Any]](), list[Item](), 0
+    source = saved.get(SOURCE)
     # another library keeps no gradient of MARS's, and may count no steps
-    free = frozenset({"step", *_correction_keys()} if report.source else ())
+    free = frozenset({"step", H.key} if source else ())
     for i, (p, label) in zip(check_ids(labelled, saved), labelled, strict=True):
         entry, present = saved["state"].get(i, {}), entry_of_mars(state.get(p, {}))
         if present and not entry:
-            report.without.append(label)
+            num_fresh += len(present)
             continue  # ``under_loaded`` has restarted it
-        renamed = _renamed_average(present, entry)
-        report.renamed |= renamed
-        entry = {**entry, **{new: entry[old] for old, new in renamed.items()}}
-        anew = _restarted(entry, present, label, free)
-        for key in sorted(anew):
-            report.restart(key, label)
-            if key == LOOKAHEAD or key not in restarting:
-                pairs.append((present[key], 0.0))
-        kept = {key: t for key, t in present.items() if key not in anew}
+        fresh = _restarted(entry, present, label, free)
+        num_fresh += len(fresh)
+        pairs += [(present[key], 0.0) for key in sorted(fresh)]
+        kept = {key: t for key, t in present.items() if key not in fresh}
+        check_shapes(entry, kept, label, collectives)
         items += [Item(p, key, t, entry[key]) for key, t in kept.items()]
-        _check_shapes(entry, kept, label)
-        report.num_tensors += len(kept)
-        report.num_params += bool(kept)
     check_values(items, labelled, leaves, collectives)
+    log.info(
+        "marsopt: load_state_dict restored %d tensors, and restarted %d%s",
+        len(items),
+        num_fresh,
+        "" if source is None else f"; {source}",
+    )
     pairs += [(item.tensor, item.value) for item in items]
-    return [(t, value) for t, value in pairs if value is not t], report
+    return [(t, value) for t, value in pairs if value is not t]
 
 
 def _restarted(
@@ -270,34 +170,13 @@ def _restarted(
     ``free`` ones among them.
 
     Raises:
-        ValueError: ``saved`` lacks a tensor that cannot; another form of x.
+        ValueError: ``saved`` lacks a tensor that cannot.
     """
-    points = _point_keys()
-    _check_form_of_x(points & set(saved), points & set(present), label)
     absent = set(present) - set(saved)
-    correction_keys = _correction_keys()
-    is_of_another = (correction_keys & set(saved)) - set(present)  # correction
-    fresh = correction_keys if is_of_another else _correction_keys("parameter")
-    fresh |= free
-    # torch's loader of flattened state dicts has {} for a missing tensor
-    empty = {key for key in present if isinstance(saved.get(key), Mapping)}
-    if missing := sorted(absent - fresh | empty):
+    if missing := sorted(absent - free):
         raise ValueError(
             f"got a state dict without {missing} of {label}, expected "
-            f"{sorted(present)}: it was saved by another optimizer, mars_type or "
-            "form of x (store_iterate); load it into one like that"
+            f"{sorted(present)}: it was saved by another optimizer or mars_type; load "
+            "it into one like that"
         )
-    return absent & fresh
-
-
-def _check_shapes(
-    saved: Mapping[str, Any], present: Mapping[str, Tensor], label: str
-) -> None:
-    for key, tensor in present.items():
-        shape = torch.as_tensor(saved[key]).shape
-        if shape != tensor.shape:
-            raise ValueError(
-                f"got {key} of shape {tuple(shape)} for {label}, expected "
-                f"{tuple(tensor.shape)}: build MARS over the same parameters in "
-                "the same order"
-            )
+    return absent & free

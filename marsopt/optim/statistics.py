@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from marsopt.functional.collectives import Collectives
-from marsopt.functional.step import SQUARES, clip_factors, stacks_of
-from marsopt.functional.step_types import Hyperparameters, RuleGroup
+from marsopt.functional.step import clip_factors
+from marsopt.functional.step_types import Hyperparameters
 from marsopt.rules.checks import Number
-from marsopt.rules.dtypes import working_dtype
 
 
 class Statistics(NamedTuple):
@@ -31,11 +28,6 @@ class Statistics(NamedTuple):
     """(N,) factor of ``clip`` on the corrected gradient; of several matrices in one
     parameter the smallest.
     """
-    update: Tensor | None
-    """(N,) root mean square of the step over the parameter's before the step; 0 in a
-    step that was skipped, infinity where the parameter was zero. None without
-    ``track_updates``.
-    """
 
 
 class LastStep(NamedTuple):
@@ -45,8 +37,6 @@ class LastStep(NamedTuple):
     hypers: Sequence[Hyperparameters]  # of each group of stacks, as they are now
     sums: Tensor  # of ``assess``, complete
     ok: Sequence[Tensor]  # of each group of stacks: which tensors have moved
-    squares: list[Tensor]  # of each stack (L, 2), partial over shards; [] = untracked
-    collectives: Collectives  # of the ranks that hold the parameters
 
     def statistics(
         self, groups: Sequence[Mapping[str, Any]], max_norm: Number | None
@@ -66,33 +56,10 @@ class LastStep(NamedTuple):
         pairs = [*zip(hypers, cuts, clips, strict=True)]
         squares = torch.cat([_joined(h, cut, torch.sum) for h, cut, _ in pairs])
         clip = torch.cat([_joined(h, factors, torch.amin) for h, _, factors in pairs])
-        names, update = _names(groups), None
-        if self.squares:
-            partial = torch.cat([s.to(sums.dtype) for s in self.squares])
-            step, before = self.collectives.sum(partial, self.params).unbind(1)
-            update = torch.where(step == 0, 0.0, (step / before).sqrt())
+        names = _names(groups)
         return Statistics(
-            [names[p] for p in self.params], squares.sqrt(), global_clip, clip, update
+            [names[p] for p in self.params], squares.sqrt(), global_clip, clip
         )
-
-
-def tracked(groups: Sequence[RuleGroup]) -> list[RuleGroup]:
-    """Return the groups of a step with stacks that note down how far it moves them."""
-    found = []
-    for group in groups:
-        stacks = []
-        for stack in group.stacks:
-            dtype = working_dtype(stack.x)
-            sums = stack.x.new_empty(stack.num_tensors, 2, dtype=dtype)
-            buffers = {**stack.buffers, SQUARES: sums}
-            stacks.append(stack._replace(buffers=buffers, flat=None))
-        found.append(replace(group, stacks=stacks))
-    return found
-
-
-def noted(groups: Sequence[RuleGroup]) -> list[Tensor]:
-    """Return the sums of squares that a step over ``tracked`` groups has left."""
-    return [s.buffers[SQUARES] for s in stacks_of(groups) if SQUARES in s.buffers]
 
 
 def _joined(

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from marsopt import interrupts
 from marsopt.optim.compiled import declined, missing_for
 from marsopt.optim.roles import TABLES, by_name, roles
 from marsopt.profiling.gpt2 import EMBEDDINGS, MODELS, VOCAB_SIZE, Subject, shapes
@@ -56,9 +55,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"vocabulary size of the GPT-2 (default: {VOCAB_SIZE})",
     )
     add("--rule", type=canonical, choices=list(REGISTRY), default="mars-adamw")
-    of_rule = "(default: the rule's)"
-    add("--correction", choices=["approximate", "transport"], help=of_rule)
-    log_time = "take LogTime(DELTA) for every decay"
+    log_time = "let every decay in step t be t / (t + DELTA)"
     add("--log-time", type=float, metavar="DELTA", help=log_time)
     add("--h-dtype", choices=dtypes, help="dtype of the previous gradient in the state")
     add("--device", choices=["cpu", "cuda"], default="cpu")
@@ -204,8 +201,7 @@ def title(args: argparse.Namespace) -> str:
         f", width {args.width}": args.width is not None,
         f", vocabulary {args.vocab}": args.vocab is not None,
         f", h in {args.h_dtype}": args.h_dtype is not None,
-        f", {args.correction}": args.correction == "transport",
-        f", LogTime({args.log_time})": args.log_time is not None,
+        f", log time {args.log_time}": args.log_time is not None,
     }
     more = "".join(text for text, differs in changed.items() if differs)
     return f"{args.rule} with both clips on {args.model}{more}"
@@ -213,14 +209,13 @@ def title(args: argparse.Namespace) -> str:
 
 def main() -> None:
     """Profile the model on the command line; exit with 2 where that cannot be done."""
-    interrupts.raise_again()
     try:
         run(arguments())
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print(interrupts.STOPPED, file=sys.stderr)
+        print("stopped before its end: run the same command again", file=sys.stderr)
         sys.exit(130)
 
 
@@ -233,7 +228,6 @@ def run(args: argparse.Namespace) -> None:
         num_steps=args.steps + 2,
         device=args.device,
         h_dtype=args.h_dtype and getattr(torch, args.h_dtype),
-        correction=args.correction,
         log_time=args.log_time,
     )
     report = profile_optimizer(

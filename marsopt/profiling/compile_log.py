@@ -32,7 +32,6 @@ class Kernel:
     name: str
     num_bytes: int  # read and written
     is_extern: bool
-    flagged_bytes: int = 0  # and read where a flag says so: see ``_flagged_bytes``
     input_bytes: int = 0  # of the largest tensor that the graph was given and it reads
 
 
@@ -72,11 +71,6 @@ class Graph:
     def num_bytes(self) -> int:
         """Return what one run reads and writes, as inductor's scheduler counts."""
         return sum(kernel.num_bytes for kernel in self.kernels)
-
-    @property
-    def flagged_bytes(self) -> int:
-        """Return what one run reads beyond that where a flag says so."""
-        return sum(kernel.flagged_bytes for kernel in self.kernels)
 
 
 @dataclass
@@ -149,13 +143,11 @@ class CompileLog:
         metrics: Any = record.args
         for node, words in metrics["nodes_num_elem"]:  # of four bytes
             if not isinstance(node, NopKernelSchedulerNode):
-                flagged = _flagged_bytes(node)
                 graph.kernels.append(
                     Kernel(
                         name=node.get_name(),
-                        num_bytes=4 * words - flagged,
+                        num_bytes=4 * words,
                         is_extern=node.is_extern(),
-                        flagged_bytes=flagged,
                         input_bytes=_input_bytes(node),
                     )
                 )
@@ -170,45 +162,6 @@ def _input_bytes(node: Any) -> int:
     inputs = set(V.graph.graph_input_names)
     reads = [dep for dep in node.read_writes.reads if dep.name in inputs]
     return max((dep.numbytes_hint() for dep in reads), default=0)
-
-
-def _flagged_bytes(node: Any) -> int:
-    """Return the bytes that a kernel loads only where a flag in memory is set, which
-    inductor counts as read: loads behind a mask that depends only on loaded values, not
-    on the position (as a padding's mask does). Transport's step reads y so, where a
-    step is skipped.
-    """
-    num_bytes = 0
-    for part in node.get_nodes():
-        body = getattr(part, "_body", None)
-        if body is None or not body.subblocks:
-            continue
-        calls = body.root_block.graph.nodes
-        behind = {
-            load.args[1]
-            for call in calls
-            if call.op == "call_module" and call.target in body.subblocks
-            if not _knows_position(call.args[0])
-            for load in _loads(body.subblocks[call.target].graph.nodes)
-        }
-        behind -= {load.args[1] for load in _loads(calls)}
-        num_bytes += sum(
-            d.numbytes_hint() for d in part.read_writes.reads if d.name in behind
-        )
-    return num_bytes
-
-
-def _loads(nodes: list[Any]) -> list[Any]:
-    return [n for n in nodes if n.op == "call_method" and n.target == "load"]
-
-
-def _knows_position(value: Any) -> bool:
-    """Whether an index has a part in a value, other than where it is loaded from."""
-    if value.op == "call_method" and value.target == "load":
-        return False
-    if value.op == "call_module" or value.target == "index_expr":
-        return True
-    return any(map(_knows_position, value.all_input_nodes))
 
 
 @contextmanager

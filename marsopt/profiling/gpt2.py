@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from marsopt.optim.mars import MARS
-from marsopt.rules.decay import Decay, LogTime
 from marsopt.rules.registry import REGISTRY
 
 # Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2
@@ -72,8 +71,8 @@ class Subject:
     """MARS of type ``rule`` with both clips over fresh ``tensors`` with gradients, and
     its next step.
 
-    ``num_steps`` is the length of the schedule. With ``log_time`` all decays are
-    ``LogTime`` of this delta. ``options`` are more of MARS.
+    ``num_steps`` is the length of the schedule. With ``log_time`` all decays grow with
+    the run. ``options`` are more of MARS.
     """
 
     def __init__(
@@ -96,12 +95,7 @@ class Subject:
             p.grad = 1e-3 * torch.randn_like(p)
         groups = param_groups(named, rule, tables)
         options |= dict(mars_type=rule, lr=1e-4, max_norm=1.0, compile=True)
-        self._delta = log_time
-        if log_time is not None:
-            for group in groups:
-                beside = REGISTRY[group.get("mars_type", rule)].fallback != "itself"
-                group |= self._decays(0.0) if beside else {}
-                group |= dict(betas=self._decays(0.0)["betas"])
+        self._log_time = options["log_time"] = log_time
         self.optimizer = MARS(groups, **options)
         self.params = list(named.values())
         self.step, self.num_steps = 0, num_steps
@@ -111,25 +105,17 @@ class Subject:
         progress = (self.step + 1) / self.num_steps
         factor = min(10 * progress, 0.55 * (1 + math.cos(math.pi * progress)))
         moved = dict(
+            lr=1e-4 * factor,
+            betas=(0.9 + 0.05 * factor, 0.98 + 0.01 * factor),
             gamma=0.025 * factor,
             weight_decay=0.1 * factor,
-            weight_decay_1d=0.1 * factor,
             clip=1.0 + factor,
-            **self._decays(factor),
         )
+        if self._log_time is not None:
+            moved["log_time"] = self._log_time * (1 + factor)
         for group in self.optimizer.param_groups:
-            # a None follows another hyperparameter: a number would change the formulas
+            # another kind of value would change the formulas
             group.update({k: v for k, v in moved.items() if group[k] is not None})
-            group["lr"] = group["base_lr"] * factor
         self.optimizer.max_norm = 1.0 + factor
         self.optimizer.step()
         self.step += 1
-
-    def _decays(self, factor: float) -> dict[str, tuple[Decay, Decay]]:
-        if self._delta is not None:
-            both = (LogTime(self._delta * (1 + factor)),) * 2
-            return dict(betas=both, betas_1d=both)
-        return dict(
-            betas=(0.9 + 0.05 * factor, 0.98 + 0.01 * factor),
-            betas_1d=(0.85 + 0.05 * factor, 0.95 + 0.01 * factor),
-        )

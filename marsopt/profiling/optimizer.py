@@ -39,8 +39,8 @@ class Floor:
 
 
 def full_buffers(algorithm: Algorithm) -> list[str]:
-    """Return the symbols of the buffers that a step passes over beside x, g and the
-    operands of a correction: a buffer of fewer dims than x is no pass over it.
+    """Return the symbols of the buffers that a step passes over beside x, g and h: a
+    buffer of fewer dims than x is no pass over it.
     """
     kept = algorithm.preconditioner.buffers.items()
     return [symbol for symbol, buffer in kept if is_full(buffer)]
@@ -50,16 +50,14 @@ def passes(
     algorithm: Algorithm, *, g: int, x: int, h: int, made: int, o: int, buffers: int
 ) -> tuple[int, int]:
     """Return the least bytes of the norms and of the update, from the bytes of the
-    tensors that they pass over; ``h`` is one operand of the correction, ``made`` the
-    matrices that ``update`` writes for their owners, ``o`` the owners' results.
+    tensors that they pass over; ``h`` is 0 without a correction, ``made`` the matrices
+    that ``update`` writes for their owners, ``o`` the owners' results.
     """
-    operands = len(algorithm.operands) * h
-    update = g + operands + 2 * buffers + len(algorithm.written) * h + made
+    written = h if algorithm.h_from == "step" else 0
+    update = g + h + 2 * buffers + written + made
     # of a matrix rule the update leaves x; applying reads x and the factors, writes x
     update += 2 * x + (o if algorithm.matrix_only else 0)
-    if algorithm.is_ahead and not algorithm.num_lookahead_scalars:
-        update += x  # which is in the state; y is written
-    return g + operands, update
+    return g + h, update
 
 
 def _floor(bucket: ParameterBucket) -> tuple[int, int, int]:
@@ -74,7 +72,7 @@ def _floor(bucket: ParameterBucket) -> tuple[int, int, int]:
         algorithm,
         g=g,
         x=x,
-        h=max((sizes[s] for s in algorithm.operands), default=0),
+        h=sizes.get("h", 0),
         made=_matrix_bytes(bucket),
         o=_factor_bytes(bucket),
         buffers=sum(sizes[s] for s in full_buffers(algorithm)),
@@ -198,17 +196,13 @@ class OptimizerReport(Report):
 
     def _bytes(self) -> list[str]:
         n, least = self.num_params, self.floor
-        texts = [
+        return [
             f"{self.bytes_per_param:.2f} a parameter, floor "
             f"{least.num_bytes / n:.2f}: norms {least.norms / n:.2f}, update "
             f"{least.update / n:.2f} ({size(self.num_bytes)} moved a step)",
             f"and {least.copied / n:.2f} a parameter to copy small tensors into stacks "
             "and out",
         ]
-        if self.flagged_bytes:
-            more = f"{self.flagged_bytes / n:.2f} a parameter read behind a mask"
-            texts.append(f"and {more}, if a step is skipped")
-        return texts
 
     def _rates(self) -> str:
         if not self.num_flops:

@@ -49,11 +49,6 @@ class Report:
         return sum(graph.num_runs * graph.num_bytes for graph in self.graphs)
 
     @property
-    def flagged_bytes(self) -> int:
-        """Return what one call reads beyond that where a flag says so."""
-        return sum(graph.num_runs * graph.flagged_bytes for graph in self.graphs)
-
-    @property
     def allowed_seconds(self) -> float | None:
         """Return what ``num_bytes`` take at the copy bandwidth; None as there."""
         return self.num_bytes / self.copy_bandwidth if self.graphs else None

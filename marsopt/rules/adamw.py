@@ -5,7 +5,6 @@ momentum: NAdamW (Dozat, Incorporating Nesterov Momentum into Adam, ICLR worksho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,21 +12,11 @@ from torch import Tensor
 
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
-from marsopt.rules.checks import Number
-from marsopt.rules.decay import (
-    Decay,
-    StepValue,
-    Weight,
-    at,
-    check_both_grow,
-    complement,
-    product,
-)
+from marsopt.rules.checks import Number, Weight
+from marsopt.rules.decay import at, complement, product
 from marsopt.rules.dtypes import root
 from marsopt.rules.hyperparameters import number
 from marsopt.rules.preconditioner import Preconditioner, Tensors
-
-MOVES_X = "update", "x_after", "decay_of"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,15 +40,14 @@ class AdamW(Preconditioner):
 
         (1 - w) m/(1 - beta1^t) + w c
 
-    With ``LogTime`` in the place of beta1 or beta2, the product of the decays so far
-    stands for its power.
+    With ``log_time``, the product of the decays so far stands for beta^t.
 
     Source: Loshchilov and Hutter, arXiv 1711.05101; with MARS's c: MARS-AdamW, arXiv
     2411.10438, Algorithm 2; with ``nesterov``: Dozat, Incorporating Nesterov Momentum
     into Adam, ICLR workshop 2016.
 
     Args:
-        betas: decay rates of m and v, numbers or ``LogTime``.
+        betas: decay rates of m and v.
         eps: added to the root of the debiased v; with 0, too, 0 / 0 is 0.
         amsgrad: divide by the root of the largest v so far (debiased after the maximum,
             as torch.optim.AdamW does).
@@ -80,7 +68,7 @@ class AdamW(Preconditioner):
         tensor([0.8516, 0.8516, 0.8516])
     """
 
-    betas: tuple[Decay, Decay] = number((0.9, 0.999), checks.betas)
+    betas: tuple[Number, Number] = number((0.9, 0.999), checks.betas)
     eps: Number = number(1e-8, checks.epsilon)
     weight_decay: Number = number(0.01, checks.at_least_zero)
     amsgrad: bool = False
@@ -93,24 +81,9 @@ class AdamW(Preconditioner):
         "v_max": Buffer("max_exp_avg_sq", is_nonnegative=True),
     }
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_both_grow(self.betas)
-
     @property
-    def beta1(self) -> Decay:
+    def beta1(self) -> Number:
         return self.betas[0]
-
-    @property
-    def num_lookahead_scalars(self) -> int:
-        # a subclass that moves x in another way has to say how x follows
-        own = (getattr(type(self), name) is getattr(AdamW, name) for name in MOVES_X)
-        if not all(own):
-            return 0
-        # c, which the state lacks; a point so far ahead that the way back loses digits;
-        # the sign of x
-        is_plain = self.nesterov is False and not isinstance(self.beta1, StepValue)
-        return 4 if is_plain and not self.cautious_weight_decay else 0
 
     @property
     def buffers(self) -> dict[str, Buffer]:
@@ -119,83 +92,32 @@ class AdamW(Preconditioner):
     def scalars(
         self, t: Tensor, lr: Number, w: Number | None = None
     ) -> tuple[Number, ...]:
-        beta1, beta2 = self.betas
-        root = (1 - product(beta2, t)).sqrt()
+        (beta1, beta2), log_time = self.betas, self.log_time
+        of_m, of_v = (beta1, t, log_time), (beta2, t, log_time)
+        root = (1 - product(*of_v)).sqrt()
         eps = self.eps / root if self.epsilon_hat else self.eps
-        rate, decay = lr / (1 - product(beta1, t)), 1 - lr * self.weight_decay
-        weight1 = complement(beta1, t)
-        of_moments = at(beta1, t), weight1, at(beta2, t), complement(beta2, t)
+        rate, decay = lr / (1 - product(*of_m)), 1 - lr * self.weight_decay
+        of_moments = at(*of_m), complement(*of_m), at(*of_v), complement(*of_v)
         common = *of_moments, 1 / root, eps, decay
         if self.nesterov is False:
             return *common, rate
         if self.nesterov is True:
-            rate_m = lr * at(beta1, t + 1) / (1 - product(beta1, t + 1))
-            return *common, rate_m, weight1 * rate
-        w = at(self.nesterov, t)
+            of_next = beta1, t + 1, log_time
+            rate_m = lr * at(*of_next) / (1 - product(*of_next))
+            return *common, rate_m, complement(*of_m) * rate
+        w = self.nesterov
         return *common, (1 - w) * rate, w * lr
 
     def update(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        beta1, weight1, beta2, weight2 = s[:4]
+        beta1, weight1, beta2, weight2, debias, eps, decay, rate_m, *rate_c = s
         m = beta1 * buffers["m"] + weight1 * c
         v = beta2 * buffers["v"] + weight2 * (c * c)
         new = {"m": m, "v": v}
         if self.amsgrad:
-            new["v_max"] = torch.maximum(buffers["v_max"], v)
-        return self.x_after(x, c, new, s), new
-
-    def x_after(
-        self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
-    ) -> Tensor:
-        debias, eps, decay, rate_m, *rate_c = s[4:]
-        m = buffers["m"]
+            v = new["v_max"] = torch.maximum(buffers["v_max"], v)
         step = rate_m * m + rate_c[0] * c if rate_c else rate_m * m
-        step = step / (self._root(buffers) * debias + eps)
-        return self.decay_of(x, step, decay) * x - step
-
-    def look_ahead(
-        self, s: tuple[Tensor, ...], k: Tensor, dtype: torch.dtype
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """With u = m / (sqrt(v) debias + eps) and e = lr weight_decay a step is
-
-            x' = x + d,  d = -(e x + rate u)
-            y  = x + (1 + k) d = (1 - (1 + k) e) x - (1 + k) rate u
-
-        which is AdamW's own form again. From the second line, x and with it d are
-        functions of y, u and numbers:
-
-            x' = y - k d = y + k/(1 - (1 + k) e) (e y + rate u)
-
-        e is computed from the decay rounded to ``dtype``: its rounding would add up.
-        Where y would keep less than half of x, it is x'.
-        """
-        *of_moments, debias, eps, decay, rate = s
-        e = 1 - decay
-        k = torch.where((1 + k) * e <= 0.5, k, 0.0)
-        decay = (1 - (1 + k) * e).to(dtype).to(k.dtype)
-        e = torch.where(k > -0.5, (1 - decay) / (1 + k), e)
-        back = k / torch.where(k == 0, 1.0, decay)  # decay is 0 if lr weight_decay is 1
-        numbers = back * e, back * rate, debias, eps
-        return (*of_moments, debias, eps, decay, (1 + k) * rate), numbers
-
-    def behind(self, y: Tensor, buffers: Tensors, numbers: Sequence[Tensor]) -> Tensor:
-        e, rate, *_ = numbers
-        d = e * y + rate * self._direction(buffers, numbers)
-        # before the first step, and where a caller has written y, there is no number
-        return y + torch.where(rate == 0, torch.zeros_like(rate), d)
-
-    def ahead(self, x: Tensor, buffers: Tensors, numbers: Sequence[Tensor]) -> Tensor:
-        e, rate, *_ = numbers
-        y = (x - rate * self._direction(buffers, numbers)) / (1 + e)
-        return torch.where(rate == 0, x, y)
-
-    def _direction(self, buffers: Tensors, numbers: Sequence[Tensor]) -> Tensor:
-        """Return u of the step that has left these."""
-        _, _, debias, eps = numbers
-        return buffers["m"] / (self._root(buffers) * debias + eps)
-
-    def _root(self, buffers: Tensors) -> Tensor:
-        """Return sqrt(v). Where a gradient's square is lost, a step divides by this."""
-        v = buffers["v_max" if self.amsgrad else "v"]
-        return root(v)
+        # not torch's sqrt: where a gradient's square is lost, a step divides by this
+        step = step / (root(v) * debias + eps)
+        return self.decay_of(x, step, decay) * x - step, new

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +11,7 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
-from marsopt.rules.correction import Correction
+from marsopt.rules.correction import Correction, H
 from marsopt.rules.dtypes import default_state_dtype, working_dtype
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.preconditioner import MatrixPreconditioner, Preconditioner
@@ -107,62 +105,14 @@ class Algorithm:
         )
 
     @property
-    def is_ahead(self) -> bool:
-        """Whether parameters hold a point ahead of x."""
-        return self.correction is not None and self.correction.is_ahead
-
-    @property
-    def num_lookahead_scalars(self) -> int:
-        """How many numbers of the last step x follows from, with the point ahead and
-        the buffers; 0: parameters are x, or the state keeps it.
-        """
-        correction = self.correction
-        if correction is None or not correction.is_ahead or correction.store_iterate:
-            return 0
-        return self.preconditioner.num_lookahead_scalars
-
-    def for_params(self, params: Sequence[Tensor]) -> Algorithm:
-        """Return this algorithm for these parameters: one that keeps x where it would
-        not follow exactly, from half precision or buffers of another dtype, unless
-        these are rounded stochastically: a step then moves x by the rounded buffers.
-        """
-        if not self.num_lookahead_scalars:
-            return self
-        dtypes = {p.dtype for p in params}
-        wide = all(p.dtype == working_dtype(p) for p in params)
-        kind, is_rounded = type(self.preconditioner), self.state_dtype == NARROW
-        if not is_rounded or kind.x_after is Preconditioner.x_after:
-            dtypes |= {self.state_dtype or default_state_dtype(d) for d in dtypes}
-        return self if wide and len(dtypes) == 1 else self._storing
-
-    @cached_property
-    def _storing(self) -> Algorithm:  # one, which compiled graphs are known by
-        ahead: Any = self.correction  # only such a one has the field
-        correction = replace(ahead, store_iterate=True)
-        return replace(self, correction=correction)
-
-    @property
     def active_correction(self) -> Correction | None:
         """The correction, where a step makes c by it."""
         return None if self.is_quasi_hyperbolic else self.correction
 
     @property
-    def operands(self) -> tuple[str, ...]:
-        """What c is made of beside the gradient, by symbol."""
-        return () if self.active_correction is None else self.active_correction.operands
-
-    @property
-    def reference(self) -> str | None:
-        """The operand that ``Rule.step``'s ``reference`` stands for."""
-        return (
-            None if self.active_correction is None else self.active_correction.reference
-        )
-
-    @property
-    def given(self) -> tuple[str, ...]:
-        """The operands that the caller hands to every step."""
-        reference = self.reference
-        return () if reference is None or reference in self.written else (reference,)
+    def h_from(self) -> Literal["step", "caller"] | None:
+        """The writer of h, as ``Correction`` has it; None: there is no h."""
+        return None if self.active_correction is None else self.active_correction.h_from
 
     @property
     def buffers(self) -> dict[str, Buffer]:
@@ -172,12 +122,7 @@ class Algorithm:
             buffers["m"] = buffers["m"]._replace(key=GRADIENTS)
         elif "m" in buffers and self.is_momentum and self.correction is None:
             buffers["m"] = buffers["m"]._replace(key=MOMENTUM)
-        if self.active_correction is None:
-            return buffers
-        keeps = dict(self.active_correction.keeps)
-        if self.num_lookahead_scalars:
-            del keeps["x"]
-        return {**buffers, **keeps}
+        return buffers if self.h_from is None else {**buffers, "h": H}
 
     @property
     def is_momentum(self) -> bool:
@@ -185,22 +130,12 @@ class Algorithm:
         return self.matrix_only and self.preconditioner.buffers["m"].home == "shard"
 
     @property
-    def correction_keys(self) -> dict[str, str]:
-        """The keys of its correction's buffers in ``optimizer.state``."""
-        keeps = {} if self.active_correction is None else self.active_correction.keeps
-        return {symbol: buffer.key for symbol, buffer in keeps.items()}
-
-    @property
-    def written(self) -> tuple[str, ...]:
-        """The operands that a step replaces for the next one."""
-        return () if self.active_correction is None else self.active_correction.written
-
-    @property
     def kept(self) -> dict[str, Buffer]:
-        """The buffers that the state keeps from one step to the next: all but those
-        that the caller hands over.
+        """The buffers that the state keeps from one step to the next: all but h that
+        the caller hands over.
         """
-        return {s: b for s, b in self.buffers.items() if s not in self.given}
+        handed_over = {"h"} if self.h_from == "caller" else set()
+        return {s: b for s, b in self.buffers.items() if s not in handed_over}
 
     def dtype_of(self, buffer: Buffer, x: Tensor) -> torch.dtype:
         """Return the dtype of a buffer for ``x``."""
@@ -215,7 +150,6 @@ class Algorithm:
         by_name = {
             "state": state_dtype,
             "gradient": narrow or state_dtype,
-            "parameter": x.dtype,
             "working": working_dtype(x),
         }
         return by_name[buffer.dtype]

@@ -10,10 +10,6 @@ from torch import Tensor
 
 from marsopt.rules.matrices import Matrices
 
-# Where x follows from the point ahead of it, the state has the numbers of the last step
-# in place of x.
-LOOKAHEAD = "lookahead"
-
 Shape = Callable[[torch.Size, Matrices], torch.Size]
 
 
@@ -36,25 +32,23 @@ class Buffer(NamedTuple):
         shape: its shape. With home "shard", from the shape of the piece of a parameter
             that lies here: its first dims then equal the parameter's, and are cut as
             they are. With home "owner", from (rows, cols) of one whole matrix.
-        start: its value before the first step: zeros, the parameter, or an identity
-            matrix.
+        start: its value before the first step: zeros, or an identity matrix.
         home: "shard": beside each piece of the parameter. "owner": where whole matrices
             are brought together, (number of matrices owned here, *shape); flat, matrix
             after matrix, where the matrices of a parameter have several shapes.
         dtype: "state": the ``state_dtype`` of the algorithm, or the parameter's own,
             float32 for float16 (with home "owner" the wider of both);
             "gradient": the same, unless the correction's ``h_dtype`` says otherwise;
-            "parameter": the parameter's own; "working": that or float32, whichever is
-            wider; or a dtype.
+            "working": the parameter's own or float32, whichever is wider; or a dtype.
         is_debiased: whether the rule divides it by 1 - beta^t: it starts with t.
         is_nonnegative: whether no entry is ever negative: a mean of squares, a count.
     """
 
     key: str
     shape: Shape = like_x
-    start: Literal["zeros", "parameter", "identity"] = "zeros"
+    start: Literal["zeros", "identity"] = "zeros"
     home: Literal["shard", "owner"] = "shard"
-    dtype: torch.dtype | Literal["state", "gradient", "parameter", "working"] = "state"
+    dtype: torch.dtype | Literal["state", "gradient", "working"] = "state"
     is_debiased: bool = False
     is_nonnegative: bool = False
 

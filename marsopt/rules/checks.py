@@ -15,9 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from marsopt.rules.decay import LogTime, StepValue
-
 Number = float | Tensor
+Weight = bool | Number  # of the gradient beside its average
 
 PLAIN = (float, int, bool, str, type(None))
 LARGEST = 1e30  # of a hyperparameter: float32 ends at 3.4e38
@@ -35,7 +34,7 @@ class ArrayLike(Protocol):
 def plain(value: Any, *, is_pair: bool = False) -> Any:
     """Return a hyperparameter as Python and torch write it, so that a checkpoint holds
     nothing foreign: scalars of numpy as numbers; arrays, and sequences that are no
-    text, as tuples. A plain value stays the same object, lists too.
+    text, as tuples. A plain value stays the same object.
 
     Args:
         value: as its user wrote it.
@@ -51,7 +50,7 @@ def plain(value: Any, *, is_pair: bool = False) -> Any:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         return value
     elements = tuple(map(plain, value))
-    same = type(value) in (list, tuple) and all(map(is_, elements, value))
+    same = type(value) is tuple and all(map(is_, elements, value))
     return value if same else elements
 
 
@@ -148,22 +147,32 @@ def finite(name: str, value: Number) -> None:
     _check(name, value, "a finite number", math.isfinite, f"pass a finite {name}")
 
 
-def decay_rate(name: str, value: Number | LogTime) -> None:
-    """A number in [0, 1), or a decay that knows its step."""
-    if isinstance(value, LogTime):  # checked where it was made
-        return
+def decay_rate(name: str, value: Number) -> None:
+    """A number in [0, 1)."""
     _check(
         name,
         value,
-        "a number in [0, 1) or a LogTime",
+        "a number in [0, 1)",
         lambda v: 0 <= v < 1,
-        "common values are 0.9 to 0.99, and LogTime(10)",
+        "common values are 0.9 to 0.99; decays that grow are log_time=10.0",
     )
 
 
-def gradient_weight(name: str, value: bool | Number | StepValue) -> None:
-    """True, False, a number in [0, 1], or a value that knows its step."""
-    if isinstance(value, StepValue) or isinstance(plain(value), bool):
+def log_time_or_none(name: str, value: Number | None) -> None:
+    """None, or a number of steps for which products of decays keep their digits."""
+    if value is not None:
+        _check(
+            name,
+            value,
+            "None or a number from 0.001 to 1e6",
+            lambda v: 1e-3 <= v <= 1e6,
+            "common values are 8 and 10; None switches it off",
+        )
+
+
+def gradient_weight(name: str, value: Weight) -> None:
+    """True, False or a number in [0, 1]."""
+    if isinstance(plain(value), bool):
         return
     _check(
         name,
@@ -174,7 +183,7 @@ def gradient_weight(name: str, value: bool | Number | StepValue) -> None:
     )
 
 
-def betas(name: str, value: tuple[Number | LogTime, Number | LogTime]) -> None:
+def betas(name: str, value: tuple[Number, Number]) -> None:
     """A pair of decays, as ``decay_rate`` has them: any sequence, or an array or tensor
     of one dim.
     """

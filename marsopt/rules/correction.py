@@ -1,12 +1,11 @@
 """MARS's corrected gradient c (arXiv 2411.10438, Algorithm 1; the authors'
-optimizers/mars.py), as every correction makes it: a weighted sum of the gradient and
-other operands, clipped.
+optimizers/mars.py), as every correction makes it: a weighted sum of the gradient and a
+reference gradient, clipped.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
@@ -23,16 +22,20 @@ if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
 
 Per = Literal["matrix", "tensor"]
 
+H = Buffer("last_grad", dtype="gradient")  # the reference gradient h in a state
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Correction(ABC):
     """The corrected gradient c that a preconditioner gets in place of the gradient g:
 
-        c = w_0 g + w_1 v_1 + w_2 v_2 + ...        v: the operands of this correction
-        c <- c / max(1, ||c||_F / clip)            per matrix or tensor
+        c = w_0 g + w_1 h                     h: a reference gradient
+        c <- c / max(1, ||c||_F / clip)       per matrix or tensor
 
-    A subclass says which operands, with which coefficients, and which of them the state
-    keeps. Its protocol (``register``) is the work of ``MARS`` beside a step.
+    A subclass gives the coefficients, and in ``h_from`` the writer of h. "step": each
+    step writes h for the next one (``next_h``). "caller": the caller hands h to every
+    step, by ``MARS.update_previous_grad`` and ``update_last_grad`` or as the
+    ``reference`` of ``Rule.step``. None: there is no h.
 
     Args:
         gamma: scale of the variance reduction; 0 turns it off, and a negative one, for
@@ -40,7 +43,7 @@ class Correction(ABC):
         clip: threshold of the norm of c; None = off.
         clip_per: the unit that is clipped to its own norm: "matrix", where a tensor is
             made of several (``Matrices``), or "tensor".
-        h_dtype: dtype of a kept gradient; None = the dtype of the other buffers.
+        h_dtype: dtype of h in the state; None = the dtype of the other buffers.
             torch.bfloat16 saves memory and traffic, and rounds it by up to 2^-9.
 
     Raises:
@@ -68,21 +71,7 @@ class Correction(ABC):
     )
 
     name: ClassVar[str]
-    # operands beside the gradient, by symbol: each is a buffer
-    operands: ClassVar[tuple[str, ...]] = ()
-    # the operand that ``Rule.step``'s ``reference`` stands for: the caller hands it to
-    # every step, unless the step writes it
-    reference: ClassVar[str | None] = None
-    # all that it may keep, by symbol
-    keeps: ClassVar[dict[str, Buffer]] = {}
-    # those buffers that the step itself writes: see ``kept``
-    written: ClassVar[tuple[str, ...]] = ()
-    # whether parameters hold a point ahead of the iterate, which is the buffer "x"
-    is_ahead: ClassVar[bool] = False
-    # whether that buffer is kept even where x follows from the other buffers
-    store_iterate: ClassVar[bool] = True
-    # whether baselines take it too: it then changes only where gradients are taken
-    suits_baselines: ClassVar[bool] = False
+    h_from: ClassVar[Literal["step", "caller"] | None] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -90,13 +79,13 @@ class Correction(ABC):
     @property
     def is_linear(self) -> bool:
         """Whether the average of c follows from the average of g, so that neither c nor
-        an operand has to be there (``Average`` has the formula).
+        h has to be there (``Average`` has the formula).
         """
         return False
 
     @abstractmethod
     def coefficients(self, beta1: Number, gamma: Number) -> tuple[Number, ...]:
-        """Return the coefficients of g and of each operand, before the clip.
+        """Return the coefficients of g and, if there is one, of h, before the clip.
 
         Args:
             beta1: decay rate of the preconditioner's first moment in this step,
@@ -104,24 +93,14 @@ class Correction(ABC):
             gamma: scale of the variance reduction in this step.
         """
 
-    def kept(self, g: Tensor, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that the step itself puts into the buffers of ``written``,
-        given the gradient after the global clip, and this correction's present buffers.
-        """
-        return {}
+    def next_h(self, g: Tensor, h: Tensor) -> Tensor:
+        """Return h of the next step, if the step writes it: a new tensor, or ``g``.
 
-    def extrapolation(self, beta1: Number, gamma: Number) -> Number | None:
-        """Return by how many displacements parameters are ahead of the iterate after a
-        step with this ``gamma``; None where ``is_ahead`` is False.
+        Args:
+            g: the gradient after the global clip.
+            h: of this step.
         """
-        return None
-
-    def anchored(self, x: Tensor, g: Tensor) -> dict[str, Tensor]:
-        """Return the buffers that a full gradient ``g`` at ``x`` sets."""
-        raise ValueError(
-            f"got a full gradient for correction={self.name!r}, expected one that has "
-            'an anchor: choose correction="svrg"'
-        )
+        return g
 
     def weights(
         self,
@@ -130,33 +109,34 @@ class Correction(ABC):
         a: Float[Tensor, ""],
         products: Float[Tensor, "n pairs"],
     ) -> tuple[tuple[Float[Tensor, " n"], ...], Float[Tensor, " n"]]:
-        """Return (N,) weights of g and of each operand in c, for N tensors or matrices,
-        and the squared norms of c.
+        """Return (N,) weights of g and h in c, for N tensors or matrices, and the
+        squared norms of c.
 
         Args:
             beta1: decay rate of the first moment in this step, a number or (N,).
             gamma: scale of the variance reduction in this step.
             a: factor of the global clip on g, 0-D.
-            products: (N, pairs) inner products of g and the operands with each other,
-                in the order of ``pairs``, complete over shards.
+            products: (N, pairs) inner products (g, g) and, if there is h, (g, h) and
+                (h, h), complete over shards.
 
         Raises:
             ValueError: ``coefficients`` returns another number of them.
         """
         ones = torch.ones_like(products[:, 0])
         coefficients = self.coefficients(beta1, gamma)
-        if len(coefficients) != (num := 1 + len(self.operands)):
+        if len(coefficients) != (num := 1 if self.h_from is None else 2):
             raise ValueError(
                 f"got {len(coefficients)} coefficients of {type(self).__name__}, "
-                f"expected {num}, of the gradient and of operands={self.operands}: "
-                "return one for each"
+                f"expected {num}, since it has h_from={self.h_from!r}: return one of "
+                "the gradient, and one of h if there is one"
             )
         w = [value * ones for value in coefficients]
         w[0] = w[0] * a
-        # ||c||^2 expanded: neither c nor a second pass over the operands is needed
-        cc = torch.zeros_like(ones)
-        for (i, j), product in zip(pairs(w), products.unbind(1), strict=False):
-            cc = cc + (1 if i == j else 2) * w[i] * w[j] * product
+        # ||c||^2 expanded: neither c nor a second pass over g and h is needed
+        cc = w[0] * w[0] * products[:, 0]
+        if self.h_from is not None:
+            _, of_h = w
+            cc = cc + 2 * w[0] * of_h * products[:, 1] + of_h * of_h * products[:, 2]
         if self.clip is None:
             return tuple(w), cc
         # clamped before the root, whose derivative at 0 is infinite
@@ -185,10 +165,7 @@ class Approximate(Correction):
     """
 
     name = "approximate"
-    operands = ("h",)
-    reference = "h"
-    keeps = {"h": Buffer("last_grad", dtype="gradient")}
-    written = ("h",)
+    h_from = "step"
 
     @property
     def is_linear(self) -> bool:
@@ -197,14 +174,6 @@ class Approximate(Correction):
     def coefficients(self, beta1: Number, gamma: Number) -> tuple[Number, ...]:
         k = scale(beta1, gamma)
         return 1 + k, -k
-
-    def kept(self, g: Tensor, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {"h": g}
-
-
-def pairs(values: Sequence[object]) -> list[tuple[int, int]]:
-    """Return the positions (i, j), i <= j, of all pairs, (0, 0) first."""
-    return [(i, j) for i in range(len(values)) for j in range(i, len(values))]
 
 
 def scale(beta1: Number, gamma: Number) -> Number:

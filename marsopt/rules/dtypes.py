@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -63,3 +64,23 @@ def without_autocast(function: Function) -> Function:
         return function(*args, **kwargs)
 
     return cast(Function, call)
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Compute products of float32 in float32: TF32 or bf16 would lose digits that
+    eigenvectors need.
+    """
+    if torch.compiler.is_compiling():  # which has no such region
+        yield
+        return
+    # torch documents mkldnn.matmul, but gives it no type
+    kinds = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = [kind.fp32_precision for kind in kinds]
+    for kind in kinds:
+        kind.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for kind, precision in zip(kinds, before, strict=True):
+            kind.fp32_precision = precision

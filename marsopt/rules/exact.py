@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
 from marsopt.rules.correction import Correction, scale
 
@@ -34,9 +33,7 @@ class Exact(Correction):
     """
 
     name = "exact"
-    operands = ("h",)
-    reference = "h"
-    keeps = {"h": Buffer("last_grad", dtype="gradient")}
+    h_from = "caller"
 
     def coefficients(self, beta1: Number, gamma: Number) -> tuple[Number, ...]:
         k = scale(beta1, gamma)

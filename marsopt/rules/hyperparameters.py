@@ -11,21 +11,20 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import Field, field, fields, is_dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 
 from marsopt.rules import checks
-from marsopt.rules.decay import StepValue
 
 Check = Callable[[str, Any], None]  # of a name and a value; raises ValueError
 
 
 def number(default: Any, check: Check, *, beta: int | None = None) -> Any:
-    """Return a dataclass field that may change from step to step: a number, a pair, or
-    a value that a step computes (``StepValue``). True, False and None in its place are
-    structure.
+    """Return a dataclass field that may change from step to step: a number or a pair.
+    True, False and None in its place are structure.
 
     Args:
         default: its value; None is one too.
@@ -107,6 +106,8 @@ CHECKS: dict[Any, Check] = {
 ELSEWHERE = dict(
     learning_rate="lr",
     momentum="betas",
+    beta1="betas",
+    beta2="betas",
     decay="weight_decay",
     wd="weight_decay",
     max_grad_norm="max_norm",
@@ -227,15 +228,13 @@ def numbers_of(component: Any) -> list[Any]:
 
 
 def dynamic(value: Any) -> list[Any]:
-    """Return the numbers that a hyperparameter holds: of a pair two, of a ``StepValue``
-    its fields, of True, False and None none.
+    """Return the numbers that a hyperparameter holds: of a pair two, of True, False and
+    None none.
     """
     if value is None or isinstance(value, bool):
         return []
     if isinstance(value, tuple | list):
         return [number for part in value for number in dynamic(part)]
-    if isinstance(value, StepValue):
-        return [getattr(value, f.name) for f in fields(value)]
     return [value]
 
 
@@ -246,7 +245,7 @@ def static(value: Any) -> Any:
     kind = type(value)
     if value is None or kind is bool:
         return value
-    if kind is float or isinstance(value, StepValue):
+    if kind is float:
         return kind
     if kind is not tuple and kind is not list:
         value = checks.plain(value, is_pair=True)
@@ -259,12 +258,7 @@ def rejoined(value: Any, numbers: Iterator[Any]) -> Any:
         return value
     if isinstance(value, tuple | list):
         return tuple([rejoined(part, numbers) for part in value])
-    if not isinstance(value, StepValue):
-        return next(numbers)
-    copied = object.__new__(type(value))
-    for f in fields(value):
-        object.__setattr__(copied, f.name, next(numbers))
-    return copied
+    return next(numbers)
 
 
 def with_numbers(component: Any, numbers: Iterator[Any]) -> Any:
@@ -293,6 +287,12 @@ def check_values(known: Table, values: Mapping[str, Any]) -> None:
             continue
         if line.check is not None and not (value is None and line.is_optional):
             line.check(name, value)
+
+
+def resembled(name: str, known: Collection[str]) -> str | None:
+    """Return the ``known`` name that was meant by another, if that is plain."""
+    near = [ELSEWHERE.get(name), *get_close_matches(name, known, n=1, cutoff=0.85)]
+    return next((meant for meant in near if meant in known), None)
 
 
 def check_names(names: Mapping[str, Any], known: Collection[str], what: str) -> None:

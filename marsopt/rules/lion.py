@@ -12,7 +12,7 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
-from marsopt.rules.decay import Decay, at, complement
+from marsopt.rules.decay import at, complement
 from marsopt.rules.hyperparameters import number
 from marsopt.rules.preconditioner import Average, Preconditioner, Tensors
 
@@ -40,20 +40,20 @@ class Lion(Preconditioner):
         tensor([0.8900, 0.8900, 0.8900])
     """
 
-    betas: tuple[Decay, Decay] = number((0.9, 0.99), checks.betas)
+    betas: tuple[Number, Number] = number((0.9, 0.99), checks.betas)
 
     keeps = {"m": Buffer("exp_avg")}
 
     @property
-    def beta1(self) -> Decay:
+    def beta1(self) -> Number:
         return self.betas[1]  # decay rate of m, which Lion's paper calls beta2
 
     def scalars(
         self, t: Tensor, lr: Number, w: Number | None = None
     ) -> tuple[Number, ...]:
         decay = 1 - lr * self.weight_decay
-        pairs = [(at(beta, t), complement(beta, t)) for beta in self.betas]
-        return lr, decay, *pairs[0], *pairs[1]
+        of_x, of_m = ((beta, t, self.log_time) for beta in self.betas)
+        return lr, decay, at(*of_x), complement(*of_x), at(*of_m), complement(*of_m)
 
     def update(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]

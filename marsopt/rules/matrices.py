@@ -15,8 +15,8 @@ from marsopt.rules.hyperparameters import check_fields, structure
 
 Kind = Literal["2d", "batched", "flattened"]
 
-# elements from which a CPU takes matrices one by one: each then occupies all cores, and
-# fits better into their caches
+# elements from which SOAP takes matrices one by one: the temporaries of each are freed
+# before the next
 LARGE = 2**18
 
 

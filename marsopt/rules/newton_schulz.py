@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import platform
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,12 +14,9 @@ from torch.autograd import forward_ad
 from marsopt.rules import checks
 from marsopt.rules.dtypes import nonzero
 from marsopt.rules.hyperparameters import check_fields, structure
-from marsopt.rules.matrices import LARGE
 
 if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
     from jaxtyping import Float
-
-log = logging.getLogger(__name__)
 
 # Amsel, Persson, Musco, Gower, "The Polar Express" (arXiv 2505.16932), Algorithm 1:
 # minimax quintics for singular values in [1e-3, 1], cushion 0.02407327424182761;
@@ -58,13 +51,6 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
 # ---- products ------------------------------------------------------------------------
 
 
-def gram_matrix(
-    x: Float[Tensor, "*batch rows cols"],
-) -> Float[Tensor, "*batch cols cols"]:
-    """Return X^T X of (rows, cols), or of a batch of them."""
-    return x.mT @ x
-
-
 def _products(x: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """Return the product, and the sum with a product, of matrices or of batches. The
     latter rounds once where a sum of products rounds twice: half the error.
@@ -86,66 +72,7 @@ def _may_write(x: Tensor) -> bool:
     )
 
 
-# ---- the fastest precision of this machine -------------------------------------------
-
-# Rate of half precision over float32's, where there are instructions for it: 4.2 on an
-# AMD EPYC (avx512_bf16), 4.1 on an Intel Xeon (amx_bf16).
-HALF_RATE = 4
-
-
-def cpu_dtype() -> torch.dtype:
-    """Return the precision that this CPU iterates in unless it is told another: bf16
-    where it has instructions for it, else float32, of which bf16 would be emulated.
-    """
-    return found_dtype()
-
-
-# What torch.compiler.assume_constant_result sets; that would import dynamo.
-cpu_dtype._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@cache
-def found_dtype() -> torch.dtype:
-    """Ask the CPU, once, and say what came out: dynamo traces into no cache."""
-    if platform.machine().lower() in ("x86_64", "amd64"):
-        capabilities = torch.cpu.get_capabilities()
-        has = any(capabilities.get(key) for key in ("avx512_bf16", "amx_bf16"))
-    else:  # nothing public says whether oneDNN was built for Arm's instructions
-        has = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    dtype = torch.bfloat16 if has else torch.float32
-    log.info(
-        "marsopt: Newton-Schulz on this CPU in %s, which has %s instructions for "
-        "bfloat16; on Gram matrices in float32 where that is faster (ns_dtype and "
-        "ns_gram say otherwise)",
-        dtype,
-        "the" if has else "no",
-    )
-    return dtype
-
-
-@contextmanager
-def full_float32() -> Iterator[None]:
-    """Compute products of float32 in float32: TF32 or bf16 would lose digits that a
-    Gram matrix, formed once, needs.
-    """
-    if torch.compiler.is_compiling():  # which has no such region
-        yield
-        return
-    # torch documents mkldnn.matmul, but gives it no type
-    kinds = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = [kind.fp32_precision for kind in kinds]
-    for kind in kinds:
-        kind.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        for kind, precision in zip(kinds, before, strict=True):
-            kind.fp32_precision = precision
-
-
 # ---- the iteration -------------------------------------------------------------------
-
-PIECE = 2**20  # elements that a CPU divides at a time
 
 
 @dataclass(frozen=True)
@@ -157,17 +84,10 @@ class NewtonSchulz:
         steps: number of iterations.
         coefficients: "quintic" (Muon's and the authors'), "polar_express" or "taylor".
         dtype: working precision of the iteration. The input is normalized before it is
-            cast. None = the fastest on the device: bfloat16; on a CPU without
-            instructions for that, float32.
+            cast. None = bfloat16; on a CPU float32.
         eps: added to the Frobenius norm that divides the input, so that a zero matrix
             stays zero, also with eps=0. The authors add 1e-8 to the norm of
             m/(1 - beta1); for m itself that is 5e-10 at beta1 = 0.95.
-        gram: iterate on the Gram matrix of the short side (``from_gram``) where that is
-            faster: in ``dtype`` where it takes fewer operations, 0.56 of them for a 4:1
-            matrix; for half precision in float32, a quarter as fast, where it takes
-            less than a quarter of them, as for an embedding. Digits that a Gram matrix
-            loses are lost for good (``python -m benchmarks.newton_schulz``). None =
-            on a CPU, where ``dtype`` is None too.
 
     Raises:
         ValueError: fewer than one step or more than 100, an unknown set of
@@ -191,31 +111,19 @@ class NewtonSchulz:
         None, checks.floating_or_none, name="ns_dtype", whole=True
     )
     eps: float = structure(5e-10, checks.epsilon, name="ns_eps", whole=True)
-    gram: bool | None = structure(None, name="ns_gram", whole=True)
 
     def __post_init__(self) -> None:
         check_fields(self)
 
-    # ---- precision and form ----------------------------------------------------------
+    # ---- precision -------------------------------------------------------------------
 
     def on(self, device_type: str) -> NewtonSchulz:
-        """Return this iteration with the device's choices for fields that are None.
-        Ranks that work together have to agree on it.
-        """
-        dtype, gram = self._chosen(device_type)
-        return replace(self, dtype=dtype, gram=gram)
+        """Return this iteration in the precision that it has on a device."""
+        return replace(self, dtype=self._dtype_on(device_type))
 
-    def _chosen(self, device_type: str) -> tuple[torch.dtype, bool]:
-        """Return dtype and gram on such a device."""
-        if self.dtype is not None:
-            return self.dtype, bool(self.gram)
-        if device_type != "cpu":
-            return torch.bfloat16, bool(self.gram)
-        return cpu_dtype(), self.gram is None or self.gram
-
-    def _takes_gram(self, rows: int, cols: int, dtype: torch.dtype, gram: bool) -> bool:
-        slower = HALF_RATE if dtype.itemsize < 4 else 1
-        return gram and slower * self._gram_flops(rows, cols) < self._flops(rows, cols)
+    def _dtype_on(self, device_type: str) -> torch.dtype:
+        default = torch.float32 if device_type == "cpu" else torch.bfloat16
+        return self.dtype or default
 
     # ---- factors ---------------------------------------------------------------------
 
@@ -240,10 +148,7 @@ class NewtonSchulz:
         """Of a matrix (rows, cols), or a batch (num, rows, cols), in the precision that
         they are computed in.
         """
-        dtype, gram = self._chosen(matrices.device.type)
-        rows, cols = matrices.shape[-2:]
-        if self._takes_gram(rows, cols, dtype, gram):
-            return self._by_gram(matrices, dtype)
+        dtype = self._dtype_on(matrices.device.type)
         # no name here holds the first iterate: it is written over
         return self._iterate(self._normalized(matrices, dtype))
 
@@ -258,17 +163,7 @@ class NewtonSchulz:
         out = torch.empty_like(
             matrices, dtype=dtype, memory_format=torch.contiguous_format
         )
-        pieces = [(matrices, norm, out)]
-        if matrices.device.type == "cpu" and matrices.numel() > PIECE:
-            # quotients of a CPU are all in their own precision before they are cast
-            pieces = [
-                (m, n, o)
-                for triple in zip(*map(_each, (matrices, norm, out)), strict=True)
-                for m, n, o in _rows(*triple)
-            ]
-        for m, n, o in pieces:
-            torch.div(m, n, out=o)
-        return out
+        return torch.div(matrices, norm, out=out)
 
     def _iterate(
         self, x: Float[Tensor, "*batch rows cols"]
@@ -291,57 +186,14 @@ class NewtonSchulz:
             x, after = iterate, x if writes else None
         return x
 
-    def _by_gram(
-        self, x: Float[Tensor, "*batch rows cols"], dtype: torch.dtype
-    ) -> Float[Tensor, "*batch rows cols"]:
-        x = x.to(torch.promote_types(dtype, torch.float32))
-        tall = x.shape[-2] > x.shape[-1]
-        with full_float32():
-            q = self.from_gram(gram_matrix(x if tall else x.mT))
-            if dtype == x.dtype or not _may_write(x):
-                return (x @ q if tall else q.mT @ x).to(dtype)
-            out = torch.empty_like(x, dtype=dtype)
-            long = -2 if tall else -1
-            num = max(1, PIECE // q.shape[-1])
-            for piece, o in zip(x.split(num, long), out.split(num, long), strict=True):
-                o.copy_(piece @ q if tall else q.mT @ piece)
-            return out
-
-    def from_gram(
-        self, gram: Float[Tensor, "*batch k k"]
-    ) -> Float[Tensor, "*batch k k"]:
-        """Q (..., k, k) with X Q the factor of X, from only X^T X (..., k, k).
-
-        Every iterate is X times a polynomial in X^T X. Q is computed in the dtype of
-        ``gram``, which has to be float32 or wider: a Gram matrix has the square of the
-        condition number. The norm of X has to be below the root of the largest number.
-        """
-        shape = gram.shape
-        norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp(min=0).sqrt()
-        norm = norm + nonzero(self.eps)
-        norm = norm[..., None, None]
-        gram = gram / norm / norm
-        if gram.ndim > 3:
-            gram = gram.reshape(shape[:-2].numel(), *shape[-2:])
-        _, add_product = _products(gram)
-        q = gram
-        polynomials = self._polynomials()
-        for i, (a, b, c) in enumerate(polynomials):
-            p = add_product(gram, gram, gram, beta=b, alpha=c)
-            p.diagonal(dim1=-2, dim2=-1).add_(a)
-            q = q @ p if i else p
-            if i < len(polynomials) - 1:
-                gram = p @ gram @ p
-        return q.reshape(shape) / norm
-
     def _polynomials(self) -> list[tuple[float, float, float]]:
         table = COEFFICIENTS[self.coefficients]
         return [table[min(i, len(table) - 1)] for i in range(self.steps)]
 
     def many(self, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Orthogonalize a list of matrices (rows, cols) and batches of them (num, rows,
-        cols): one batched iteration per shape and dtype; on a CPU large ones one by
-        one. Factors are in the precision that they were computed in.
+        cols): one batched iteration per shape and dtype. Factors are in the precision
+        that they were computed in.
         """
         batches: dict[tuple[Hashable, ...], list[int]] = {}
         for i, x in enumerate(matrices):
@@ -351,18 +203,14 @@ class NewtonSchulz:
         for members in sorted(
             batches.values(), key=lambda indices: -matrices[indices[0]].numel()
         ):
-            first = matrices[members[0]]
-            size = first.shape[-2:].numel()
-            if first.device.type == "cpu" and size >= LARGE:
-                for i in members:
-                    factors = [self._factors(x) for x in _each(matrices[i])]
-                    out[i] = factors[0] if first.ndim == 2 else torch.stack(factors)
-            elif len(members) == 1 or first.ndim > 2:
+            if len(members) == 1 or matrices[members[0]].ndim > 2:
                 for i in members:
                     out[i] = self._factors(matrices[i])
             else:
-                batch = batched([matrices[i] for i in members])
-                for i, o in zip(members, self._factors(batch).unbind(), strict=True):
+                factors = self._factors(batched([matrices[i] for i in members]))
+                if factors.device.type == "cuda":  # one copy, where each would be one
+                    factors = factors.contiguous()
+                for i, o in zip(members, factors.unbind(), strict=True):
                     out[i] = o
         return out
 
@@ -386,25 +234,11 @@ class NewtonSchulz:
         return self.dtype is not None and self.dtype.itemsize >= 4
 
     def num_flops(self, rows: int, cols: int) -> int:
-        """Of the iteration on one matrix; for the device that ``on`` was told."""
-        gram = self._takes_gram(
-            rows, cols, self.dtype or torch.bfloat16, bool(self.gram)
-        )
-        return (self._gram_flops if gram else self._flops)(rows, cols)
-
-    def _flops(self, rows: int, cols: int) -> int:
-        """A Gram matrix, its square and a product with the matrix, in every
+        """Of a Gram matrix, its square and a product with the matrix, in every
         iteration.
         """
         short, long = sorted((rows, cols))
         return self.steps * (4 * long * short**2 + 2 * short**3)
-
-    def _gram_flops(self, rows: int, cols: int) -> int:
-        """A Gram matrix and a product with the matrix, once; all else is short x
-        short.
-        """
-        short, long = sorted((rows, cols))
-        return 4 * long * short**2 + (8 * self.steps - 6) * short**3
 
 
 def batched(matrices: Sequence[Tensor]) -> Tensor:
@@ -421,18 +255,6 @@ def batched(matrices: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(matrices))
     shape = len(matrices), *first.shape
     return first.as_strided(shape, (size, *first.stride()), start)
-
-
-def _each(x: Tensor) -> tuple[Tensor, ...]:
-    """Return the matrices of a batch; of one matrix, itself."""
-    return (x,) if x.ndim == 2 else x.unbind()
-
-
-def _rows(x: Tensor, norm: Tensor, out: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cut a matrix and its quotient into pieces of some rows."""
-    num = max(1, PIECE // max(1, x.shape[-1]))
-    for m, o in zip(x.split(num), out.split(num), strict=True):
-        yield m, norm, o
 
 
 def newton_schulz(
@@ -456,8 +278,7 @@ def newton_schulz(
         steps: number of iterations.
         coefficients: a, b, c of every iteration, by a name in
             ``marsopt.rules.newton_schulz.COEFFICIENTS``.
-        dtype: working precision, as in ``NewtonSchulz``: None = bfloat16 where the
-            device has instructions for it, else float32.
+        dtype: working precision: None = bfloat16; on a CPU float32.
         eps: added to the norm that divides the input.
 
     Returns:

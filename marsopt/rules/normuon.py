@@ -13,7 +13,7 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer, one_per_row
 from marsopt.rules.checks import Number
-from marsopt.rules.decay import Decay, StepValue, at, complement
+from marsopt.rules.decay import at, complement
 from marsopt.rules.dtypes import nonzero, root, working
 from marsopt.rules.hyperparameters import number, structure
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, MatrixAverage
@@ -41,7 +41,7 @@ class NorMuon(MatrixAverage):
     Source: Li et al., arXiv 2510.05491, Algorithm 1.
 
     Args:
-        beta2: decay rate of r, a number or ``LogTime``.
+        beta2: decay rate of r.
         eps: added to the root of r; with 0, too, 0 / 0 is 0.
 
     Raises:
@@ -58,20 +58,20 @@ class NorMuon(MatrixAverage):
     """
 
     adjust_lr_fn: str = structure(MATCH_RMS_ADAMW, checks.one_of(SCALES))
-    beta2: Decay = number(0.95, checks.decay_rate, beta=1)
+    beta2: Number = number(0.95, checks.decay_rate, beta=1)
     eps: Number = number(1e-8, checks.epsilon)
 
     keeps = {
         **Average.keeps,
         "r": Buffer("row_exp_avg_sq", one_per_row, is_nonnegative=True),
     }
-    decays = {**Average.decays, "r": "beta2"}
+    averaged = "m", "r"
     row_inputs = ("r",)
     row_outputs = ("r", "weight")
 
     @property
     def counts_at_owner(self) -> bool:
-        return isinstance(self.beta2, StepValue)
+        return self.log_time is not None
 
     def at_owner(
         self, matrices: Sequence[MatrixInput], stage: Hashable
@@ -95,11 +95,11 @@ class NorMuon(MatrixAverage):
 
     def _decay(self, t: Tensor | None, r: Tensor) -> tuple[Number, Number]:
         """Return beta2 and 1 - beta2 in step ``t``, as factors of ``r``."""
-        if not isinstance(self.beta2, StepValue):
+        if self.log_time is None:
             return self.beta2, 1 - self.beta2
         assert t is not None  # counts_at_owner
-        t = t.to(r.dtype)
-        return at(self.beta2, t), complement(self.beta2, t)
+        of_r = self.beta2, t.to(r.dtype), self.log_time
+        return at(*of_r), complement(*of_r)
 
     def apply(
         self,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from marsopt.rules import checks
-from marsopt.rules.checks import Number
-from marsopt.rules.decay import Weight, at, complement, product
+from marsopt.rules.checks import Number, Weight
+from marsopt.rules.decay import complement, product
 from marsopt.rules.hyperparameters import number, structure
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.preconditioner import (
@@ -41,7 +41,7 @@ class MatrixAverage(Average, MatrixPreconditioner):
 
     Args:
         nesterov: True: w = 1 - mu. A number in [0, 1]: w itself, beside the debiased
-            average m/(1 - mu^t), or the product of a ``LogTime``'s decays for mu^t.
+            average m/(1 - mu^t).
         adjust_lr_fn: scale by shape, in torch.optim.Muon's words. "original":
             sqrt(max(1, rows/cols)) (K. Jordan, Muon, 2024); "match_rms_adamw": 0.2
             sqrt(max(rows, cols)), an orthogonal step of AdamW's root mean square
@@ -75,9 +75,10 @@ class MatrixAverage(Average, MatrixPreconditioner):
         if self.nesterov is False:
             return super().scalars(t, lr, w)
         if self.nesterov is True:
-            return super().scalars(t, lr, complement(self.momentum, t))
-        w = at(self.nesterov, t)
-        of_m = (1 - w) / (1 - product(self.momentum, t))
+            w = complement(self.momentum, t, self.log_time)
+            return super().scalars(t, lr, w)
+        w = self.nesterov
+        of_m = (1 - w) / (1 - product(self.momentum, t, self.log_time))
         return *super().scalars(t, lr), w, of_m
 
     def update(

@@ -15,7 +15,7 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
-from marsopt.rules.decay import Decay, StepValue, at, complement
+from marsopt.rules.decay import at, complement
 from marsopt.rules.hyperparameters import check_fields, number
 
 Tensors = Mapping[str, Tensor]  # by symbol
@@ -30,10 +30,14 @@ class Preconditioner(ABC):
         cautious_weight_decay: decay only those elements of x that the step moves
             towards zero as well, where step * x >= 0 ("Cautious Weight Decay", arXiv
             2510.12402; dion's ``cautious_wd``).
+        log_time: every decay of this rule is min(beta, t / (t + log_time)) in step t of
+            a tensor, so that averages remember a fixed share of the run (log-time
+            momentum, arXiv 2602.05298); betas are the caps. None = off.
     """
 
     weight_decay: Number = number(0.0, checks.at_least_zero)
     cautious_weight_decay: bool = False
+    log_time: Number | None = number(None, checks.log_time_or_none)
 
     keeps: ClassVar[dict[str, Buffer]] = {}  # all that it may keep, by symbol
     matrix_only: ClassVar[bool] = False  # whether it is a ``MatrixPreconditioner``
@@ -42,16 +46,11 @@ class Preconditioner(ABC):
         check_fields(self)
 
     @property
-    def num_lookahead_scalars(self) -> int:
-        """How many numbers of a step x follows from, with the point ahead of it and the
-        buffers (``behind``); 0: it does not follow.
-        """
-        return 0
-
-    @property
     @abstractmethod
-    def beta1(self) -> Decay:
-        """Decay of the first moment, which scales MARS's correction."""
+    def beta1(self) -> Number:
+        """Decay of the first moment, which scales MARS's correction: with ``log_time``
+        its cap.
+        """
 
     @property
     def averages(self) -> bool:
@@ -101,44 +100,6 @@ class Preconditioner(ABC):
         if not self.cautious_weight_decay:
             return decay
         return torch.where(step * x >= 0, decay, 1.0)
-
-    def look_ahead(
-        self, s: tuple[Tensor, ...], k: Tensor, dtype: torch.dtype
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return scalars with which ``update`` moves x to the point y = x' + k (x' - x)
-        in place of x', and the ``num_lookahead_scalars`` numbers that lead from y back
-        to x'.
-
-        Args:
-            s: this preconditioner's scalars.
-            k: by how many displacements y is ahead, 0-D or (N,).
-            dtype: what ``update`` gets its scalars in.
-        """
-        raise NotImplementedError(f"{type(self).__name__} stores x")
-
-    def behind(self, y: Tensor, buffers: Tensors, numbers: Sequence[Tensor]) -> Tensor:
-        """Return x from the point ahead of it, as the last step left it.
-
-        Args:
-            y: what ``update`` made with the scalars of ``look_ahead``.
-            buffers: as the same step left them.
-            numbers: of that step, as factors of y; all 0: y is x.
-        """
-        raise NotImplementedError(f"{type(self).__name__} stores x")
-
-    def x_after(
-        self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
-    ) -> Tensor:
-        """Return the new x as ``update`` makes it, from the buffers that it returned.
-
-        Where these are rounded and x has to follow from them, a step moves x by the
-        rounded values. Without this method the state keeps x there.
-        """
-        raise NotImplementedError(f"{type(self).__name__} stores x")
-
-    def ahead(self, x: Tensor, buffers: Tensors, numbers: Sequence[Tensor]) -> Tensor:
-        """Return the point ahead of x, of which ``behind`` makes x."""
-        raise NotImplementedError(f"{type(self).__name__} stores x")
 
 
 class MatrixInput(NamedTuple):
@@ -287,16 +248,16 @@ class Average(Preconditioner):
     of g (quasi-hyperbolic momentum), so that neither h nor c has to be kept.
 
     Args:
-        momentum: mu, decay rate of m, a number or ``LogTime``: the authors' betas[0].
+        momentum: mu, decay rate of m: the authors' betas[0].
     """
 
-    momentum: Decay = number(0.95, checks.decay_rate, beta=0)
+    momentum: Number = number(0.95, checks.decay_rate, beta=0)
 
     keeps = {"m": Buffer("exp_avg")}
-    decays: ClassVar[dict[str, str]] = {"m": "momentum"}  # of its averages, by symbol
+    averaged: ClassVar[tuple[str, ...]] = ("m",)  # the symbols of its averages
 
     @property
-    def beta1(self) -> Decay:
+    def beta1(self) -> Number:
         return self.momentum
 
     @property
@@ -305,9 +266,8 @@ class Average(Preconditioner):
         of steps starts with it.
         """
         kept = dict(self.keeps)
-        for symbol, name in self.decays.items():
-            counts = symbol == "m" and self.debiases
-            if counts or isinstance(getattr(self, name), StepValue):
+        for symbol in self.averaged:
+            if self.log_time is not None or (symbol == "m" and self.debiases):
                 kept[symbol] = kept[symbol]._replace(is_debiased=True)
         return kept
 
@@ -323,10 +283,10 @@ class Average(Preconditioner):
     def scalars(
         self, t: Tensor, lr: Number, w: Number | None = None
     ) -> tuple[Number, ...]:
-        mu = self.momentum
+        of_m = self.momentum, t, self.log_time
         weights = () if w is None else (w, 1 - w)
         decay = 1 - lr * self.weight_decay
-        return lr, decay, at(mu, t), complement(mu, t), *weights
+        return lr, decay, at(*of_m), complement(*of_m), *weights
 
     def average(
         self, m: Tensor, c: Tensor, weights: Sequence[Tensor]

@@ -1,5 +1,5 @@
-"""The named rules: a correction, a preconditioner, and their defaults. SOAP and SVRG
-are known only by ``register``, as a user's own components are.
+"""The named rules: a correction, a preconditioner, and their defaults. SOAP is known
+only by ``register``, as a user's own components are.
 """
 
 from __future__ import annotations
@@ -8,15 +8,17 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from dataclasses import replace as with_fields
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
 from marsopt.rules import checks
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import GRADIENTS, MOMENTUM, Algorithm
-from marsopt.rules.buffers import LOOKAHEAD, like_x
-from marsopt.rules.correction import Approximate, Correction
+from marsopt.rules.buffers import like_x
+from marsopt.rules.checks import Number
+from marsopt.rules.correction import Approximate, Correction, H
+from marsopt.rules.decay import LOG_TIME_BETA, LOG_TIME_NESTEROV
 from marsopt.rules.exact import Exact
 from marsopt.rules.hyperparameters import Table, table
 from marsopt.rules.lion import Lion, SignAverage
@@ -24,7 +26,6 @@ from marsopt.rules.matrices import Matrices
 from marsopt.rules.normuon import NorMuon
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, Orthogonal
 from marsopt.rules.preconditioner import Preconditioner
-from marsopt.rules.transport import Transport
 
 # What moves tensors that are not matrices: the rule itself; an AdamW with numbers of
 # its own, the authors' (optimizers/mars.py); or one with the rule's own lr and weight
@@ -129,32 +130,27 @@ class NamedRule:
             **FALLBACKS[self.fallback],
         )
 
-    def fallback_group(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the AdamW param group beside this rule, for embeddings. Every option
-        is explicit, so that an argument of MARS for the rule does not change AdamW; but
-        ``cautious_weight_decay`` holds for the whole optimizer, and is in the group
-        only where it is given.
-
-        Args:
-            given: hyperparameters of the rule's own group: lr, betas, weight_decay and
-                gamma; lr_1d and so on, which replace them where they are not None;
-                nesterov_1d and cautious_weight_decay.
+    def log_time_defaults(self, log_time: Number | None) -> dict[str, Any]:
+        """Return the values that ``log_time`` sets where its user gives none, by the
+        names of ``hyperparameters``; {} for None.
         """
-        beside = self.hyperparameters
-        numbers: dict[str, Any] = {}
-        beside |= {name: value for name, value in given.items() if value is not None}
-        for name in ("lr", "betas", "weight_decay", "gamma"):
-            value = beside.get(f"{name}_1d")
-            value = beside.get(name) if value is None else value
-            numbers |= {} if value is None else {name: value}
-        if (cautious := given.get("cautious_weight_decay")) is not None:
-            numbers["cautious_weight_decay"] = cautious
-        return numbers | dict(
-            mars_type="adamw",
-            epsilon_hat=self.fallback == "adamw",
-            nesterov=beside.get("nesterov_1d", False),
-            optimize_1d=False,
-        )
+        if log_time is None:
+            return {}
+        both = LOG_TIME_BETA, LOG_TIME_BETA
+        values: dict[str, Any] = dict(betas=both)
+        if "nesterov" in self.table:
+            values["nesterov"] = LOG_TIME_NESTEROV
+        if self.fallback != "itself":
+            values |= dict(betas_1d=both, nesterov_1d=LOG_TIME_NESTEROV)
+        return values
+
+    def log_time_options(self, log_time: Number | None) -> dict[str, Any]:
+        """Return the same by the names of ``options``."""
+        values = self.log_time_defaults(log_time)
+        betas = values.get("betas", ())
+        single = {n: line.beta for n, line in self.table.items()}
+        values |= {n: betas[i] for n, i in single.items() if betas and i is not None}
+        return {name: value for name, value in values.items() if name in self.table}
 
     def algorithm(
         self,
@@ -197,14 +193,11 @@ class NamedRule:
     def num_buffers(self, correction: str = Approximate.name) -> int:
         """Return how many tensors of the parameter's size the state holds."""
         kind = CORRECTIONS[correction]
-        corrects = self.is_mars or kind.suits_baselines
-        algorithm = self.algorithm(correction=kind() if corrects else None)
+        algorithm = self.algorithm(correction=kind() if self.is_mars else None)
         return sum(buffer.shape is like_x for buffer in algorithm.kept.values())
 
 
 CORRECTIONS: dict[str, type[Correction]] = {}
-# What corrections ask of ``MARS`` beside a step: ``marsopt.optim.protocols``.
-PROTOCOLS: dict[type[Correction], type[Any]] = {}
 
 RULES = (
     NamedRule("adamw", AdamW, False, "itself", source="arXiv 1711.05101"),
@@ -284,7 +277,7 @@ REGISTRY: dict[str, NamedRule] = {}
 
 # The names of all that a component may keep in ``optimizer.state[p]``; other entries
 # are the caller's.
-STATE_KEYS = {MOMENTUM, GRADIENTS, LOOKAHEAD}
+STATE_KEYS = {MOMENTUM, GRADIENTS, H.key}
 
 
 def canonical(name: str) -> str:
@@ -292,26 +285,17 @@ def canonical(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
-def register(
-    component: NamedRule | type[Correction],
-    *,
-    protocol: type[Any] | None = None,
-    replace: bool = False,
-) -> None:
+def register(component: NamedRule | type[Correction], *, replace: bool = False) -> None:
     """Give a rule or a correction its name: ``MARS``, ``mars`` and all tools know it
     from then on.
 
     Args:
         component: a row of ``REGISTRY``, or a subclass of ``Correction`` with a
             ``name``. A rule is listed as ``canonical`` writes its name.
-        protocol: the work of ``MARS`` for a correction beside a step, a subclass of
-            ``marsopt.optim.protocols.base.CorrectionProtocol``; None: its base class's
-            protocol.
         replace: let it take the place of the component that has had that name.
 
     Raises:
-        TypeError: anything else, or a class without a method that it has to have; a
-            ``protocol`` that is no class, or of a rule.
+        TypeError: anything else, or a class without a method that it has to have.
         ValueError: another component has the name.
 
     Example:
@@ -349,28 +333,22 @@ def register(
             f"got {kind.__name__} without {missing}, expected a class that can be "
             f"built: define {missing}"
         )
-    if protocol is not None and (known is REGISTRY or not isinstance(protocol, type)):
-        raise TypeError(
-            f"got protocol={protocol!r} for {kind.__name__}, expected a class, for a "
-            "correction: pass a subclass of CorrectionProtocol with a correction, and "
-            "none with a rule"
-        )
     if known.get(component.name, component) != component and not replace:
         raise ValueError(
             f"got the name {component.name!r}, which is taken, expected one that is "
             f"free (taken are {', '.join(known)}): choose another, or pass replace=True"
         )
     known[component.name] = component
-    STATE_KEYS.update(buffer.key for buffer in kind.keeps.values())
-    if protocol is not None:
-        PROTOCOLS[cast(type[Correction], kind)] = protocol
+    if isinstance(component, NamedRule):
+        keeps = component.preconditioner.keeps
+        STATE_KEYS.update(buffer.key for buffer in keeps.values())
 
 
-for _component in (*RULES, Approximate, Exact, Transport):
+for _component in (*RULES, Approximate, Exact):
     register(_component)
 
-# Components that the tests of this project have checked, soap.py's and svrg.py's too;
-# None is no correction.
+# Components that the tests of this project have checked, soap.py's too; None is no
+# correction.
 BUILT_IN = {type(None), *CORRECTIONS.values(), *(r.preconditioner for r in RULES)}
 
 

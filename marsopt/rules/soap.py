@@ -15,16 +15,9 @@ from torch import Tensor
 
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
-from marsopt.rules.checks import Number
-from marsopt.rules.decay import (
-    Decay,
-    Weight,
-    at,
-    check_both_grow,
-    complement,
-    product,
-)
-from marsopt.rules.dtypes import nonzero, root, working
+from marsopt.rules.checks import Number, Weight
+from marsopt.rules.decay import complement, product
+from marsopt.rules.dtypes import full_float32, nonzero, root, working
 from marsopt.rules.hyperparameters import (
     number,
     numbers_of,
@@ -32,11 +25,7 @@ from marsopt.rules.hyperparameters import (
     with_numbers,
 )
 from marsopt.rules.matrices import LARGE, Matrices
-from marsopt.rules.newton_schulz import (
-    NewtonSchulz,
-    full_float32,
-    gram_matrix,
-)
+from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, lr_scale
 from marsopt.rules.preconditioner import (
     MatrixInput,
@@ -115,7 +104,7 @@ class SOAP(MatrixPreconditioner):
     Source: Vyas et al., arXiv 2409.11321, Algorithm 3, as its authors' code has it.
 
     Args:
-        betas: decay rates of m and v, numbers or ``LogTime``.
+        betas: decay rates of m and v.
         eps: added to the root of v; with 0, too, 0 / 0 is 0.
         shampoo_beta: b, decay rate of the factors; None = betas[1].
         nesterov: a number w in [0, 1]: (1 - w) m/(1 - beta1^t) + w G' stands for the
@@ -149,10 +138,10 @@ class SOAP(MatrixPreconditioner):
         QR (1, 2, 2)
     """
 
-    betas: tuple[Decay, Decay] = number((0.95, 0.95), checks.betas)
+    betas: tuple[Number, Number] = number((0.95, 0.95), checks.betas)
     eps: Number = number(1e-8, checks.epsilon)
     weight_decay: Number = number(0.01, checks.at_least_zero)
-    shampoo_beta: Decay | None = number(None, checks.none_or(checks.decay_rate))
+    shampoo_beta: Number | None = number(None, checks.none_or(checks.decay_rate))
     nesterov: Weight = number(False, _false_or_weight)
     sides: Sides = structure("both", checks.one_of(get_args(Sides)))
     precondition_frequency: int = structure(10, checks.count)
@@ -176,12 +165,8 @@ class SOAP(MatrixPreconditioner):
         "QR": Buffer("col_basis", home="owner", dtype="working", start="identity"),
     }
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_both_grow(self.betas)
-
     @property
-    def beta1(self) -> Decay:
+    def beta1(self) -> Number:
         return self.betas[0]
 
     @property
@@ -212,10 +197,10 @@ class SOAP(MatrixPreconditioner):
         if self.orthogonalize:
             return moves * lr, decay
         t = (t - 1).clamp(min=1)
-        rate = moves * lr * (1 - product(beta2, t)).sqrt()
+        rate = moves * lr * (1 - product(beta2, t, self.log_time)).sqrt()
         if self.nesterov is not False:  # ``_adam`` debiases m
             return rate, decay
-        return rate / (1 - product(beta1, t)), decay
+        return rate / (1 - product(beta1, t, self.log_time)), decay
 
     def update(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
@@ -285,7 +270,7 @@ class SOAP(MatrixPreconditioner):
         """Return o, before it is orthogonalized, and the buffers that change, by
         field.
         """
-        (beta1, beta2), b = self.betas, self.shampoo_beta
+        b = self.betas[1] if self.shampoo_beta is None else self.shampoo_beta
         m, v, n = kept.m.to(g.dtype), kept.v.to(g.dtype), kept.n
         t = n.to(g.dtype)[..., None, None]  # of m and v; the factors have one step more
         bases = kept.row_basis, kept.col_basis
@@ -294,15 +279,16 @@ class SOAP(MatrixPreconditioner):
         o = torch.zeros_like(g)
         if stage != FIRST:
             turned = _into(g, *bases)
-            m = _mixed(m, turned, complement(beta1, t) * (1 - is_first))
-            v = _mixed(v, turned * turned, complement(beta2, t) * (1 - is_first))
+            of_m, of_v = (complement(b, t, self.log_time) for b in self.betas)
+            m = _mixed(m, turned, of_m * (1 - is_first))
+            v = _mixed(v, turned * turned, of_v * (1 - is_first))
             # beside a first gradient m and v are zero
             u = self._direction(m, turned, t)
             eps = (nonzero(self.eps) + is_first).to(v.dtype)
             o = _back(u / (root(v) + eps), *bases)
             new |= dict(m=m, v=v)
         factors = [
-            _mixed(factor, gram, complement(beta2 if b is None else b, t + 1))
+            _mixed(factor, gram, complement(b, t + 1, self.log_time))
             for factor, gram in zip(
                 (kept.row_factor, kept.col_factor), _grams(g, kept), strict=True
             )
@@ -329,8 +315,8 @@ class SOAP(MatrixPreconditioner):
         """Return m, or with a number w for ``nesterov`` its sum with the gradient."""
         if self.nesterov is False:
             return m
-        w, t = at(self.nesterov, t), t.clamp(min=1)
-        of_m = (1 - w) / (1 - product(self.betas[0], t))
+        w, t = self.nesterov, t.clamp(min=1)
+        of_m = (1 - w) / (1 - product(self.betas[0], t, self.log_time))
         w = w.to(m.dtype) if isinstance(w, Tensor) else w
         u: Tensor = of_m.to(m.dtype) * m + w * g
         return u
@@ -341,6 +327,13 @@ def _one_number(shape: torch.Size, matrices: Matrices) -> torch.Size:
 
 
 # ---- over batches of matrices (..., rows, cols) --------------------------------------
+
+
+def gram_matrix(
+    x: Float[Tensor, "*batch rows cols"],
+) -> Float[Tensor, "*batch cols cols"]:
+    """Return X^T X of (rows, cols), or of a batch of them."""
+    return x.mT @ x
 
 
 def _together(matrices: Sequence[MatrixInput]) -> list[tuple[MatrixInput, list[int]]]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from marsopt.step.printer import BLOCK, CHUNK, NUM_WARPS, STEP, Printed
+from marsopt.step.printer import BLOCK, CHUNK, STEP, Printed
 
 RING = 4  # host buffers: a step fills one while the copies of earlier steps wait
 
@@ -30,7 +30,9 @@ def available(device: torch.device) -> bool:
         return False
     if device.type == "cpu":
         return os.environ.get("TRITON_INTERPRET") == "1"
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 class Parts:
@@ -205,7 +207,7 @@ class UpdateKernel(Kernel):
         Args:
             parts: P of them.
             addresses: (K, P) int64, as ``AddressTable.on_device`` returns them.
-            ok: (P,) bool: which parts move; no operand of the others is read.
+            ok: (P,) bool: which parts move. Operands of parts that stay are not read.
             scalars: (P, S), contiguous, in the printed dtype.
         """
         printed, num_parts = self.printed, parts.num_parts
@@ -222,7 +224,7 @@ class UpdateKernel(Kernel):
                 *(ok, scalars, num_parts),
                 BLOCK=parts.block,
                 STEP=min(STEP, parts.block),
-                num_warps=NUM_WARPS,
+                num_warps=printed.num_warps,
             )
 
 
@@ -250,7 +252,7 @@ class SumsKernel(Kernel):
                 *(partials, num_parts),
                 BLOCK=parts.block,
                 STEP=min(STEP, parts.block),
-                num_warps=NUM_WARPS,
+                num_warps=printed.num_warps,
             )
             self._launch(
                 getattr(self._module, f"{printed.name}_totals"),

@@ -28,8 +28,11 @@ from marsopt.step.source import (
 )
 
 BLOCK = 4096  # elements of a program
-# Triton 3.7 for sm_90, AdamW: 124 registers by 8 warps, 228 by 4
-NUM_WARPS = 8
+# of a program, by the registers that one element's operands take, at most: 4 warps are
+# fast (on an H200 8,192 elements by 8 warps take 1.12 times as long), but spill if an
+# element needs more
+NUM_WARPS = {5: 4, 10: 8}
+MOST_WARPS = 16
 STEP = 1024  # elements of a masked step
 CHUNK = 1024  # blocks whose sums are added at once
 
@@ -49,6 +52,16 @@ class Printed:
     num_columns: int = 0  # scalars of a part, if this is an update
     column_dtype: torch.dtype = torch.float32
     num_terms: int = 0  # sums of a part; 0: this is an update
+    has_position: bool = False  # whether it reads the elements' numbers, int64
+
+    @property
+    def num_warps(self) -> int:
+        """Warps of a program: enough for its elements to stay in registers."""
+        accessed = {*self.reads, *self.writes}
+        registers = sum(-(-self.operands[name].itemsize // 4) for name in accessed)
+        registers += 2 * self.has_position
+        fitting = (num for most, num in NUM_WARPS.items() if registers <= most)
+        return next(fitting, MOST_WARPS)
 
     @property
     def bytes_read(self) -> int:
@@ -114,7 +127,14 @@ def print_update(
     source = compute_source(title, traced, values)
     source += UPDATE.format(name=name, lines=indented(lines, 8))
     return Printed(
-        name, source, dict(operands), block.reads, writes, num_columns, column_dtype
+        name,
+        source,
+        dict(operands),
+        block.reads,
+        writes,
+        num_columns,
+        column_dtype,
+        has_position=block.has_position,
     )
 
 

@@ -30,8 +30,6 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--module", default="research.studies", help="(%(default)s)")
     add("--out", type=Path, help="folder of runs, tables and pictures (runs/STUDY)")
     add("--store", type=Path, help="file of what was run (OUT/runs.jsonl)")
-    add("--take", type=Path, metavar="FOLDER",
-        help="only add the runs of a folder with runs.jsonl and setting.json")
     add("--methods", nargs="+", action="extend", metavar="TITLE",
         help="of the study (all), in order")
     add("--set", nargs="+", action="extend", default=[], dest="changes",
@@ -92,11 +90,6 @@ def compare(args: argparse.Namespace) -> bool:
     check_folder("--out", args.out)
     if args.only == "report":  # only reads: possible while runs go on
         report(study, Store(args.store, args.study), args.out)
-        return True
-    if args.take is not None:
-        with locked(args.store):
-            store = Store(args.store, args.study)
-            say(f"{store.take(args.take)} new runs of {len(store.lines)}")
         return True
     study.setting.check({title: study.first(title) for title in titles})
     complete = True

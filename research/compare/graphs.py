@@ -1,17 +1,16 @@
 """Runs of the plain loop on one GPU, every training step one CUDA graph.
 
-    python -m research.compare.graphs log_time_480 log_time_1920 --store FILE \\
-        --module research.log_time --methods Moonlight "AdamW, log time"
+    python -m research.compare.graphs warm_up_480 warm_up_1920 --store FILE \\
+        --module research.warm_up --methods Moonlight "Moonlight, log time"
 
 trains what studies still need, as ``research.compare`` does on a CPU: the same weights,
 windows and learning rates, so both may share a store. A replay draws the windows, sets
 the learning rate, runs forward and backward passes and takes the optimizer's step; the
 host only launches it.
 
-Several processes may share the GPU and a store, each with methods of its own: a method
-of a study is claimed by a file beside the store. Within a process runs follow one
-another: graphs that were captured on one stream and replayed side by side trained
-wrongly, it seems by a workspace of cuBLAS that they shared.
+A process trains some runs side by side, each on a stream of its own, and several
+processes may share the GPU and a store: a run is claimed by a line of a file beside it.
+On a CPU (--device cpu) it takes what no graph can hold too, by the plain loop.
 """
 
 from __future__ import annotations
@@ -22,23 +21,24 @@ import gc
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from research.compare.optimizers import build
+from research.compare.optimizers import TORCH_MUON, build
 from research.compare.plain import (
     WARM_UP,
     Setting,
     compiled,
     mean_loss,
+    train,
     validations,
 )
 from research.compare.store import Store
@@ -47,13 +47,7 @@ from train.data.batches import Batches
 from train.errors import UserError, command
 
 AT_ONCE = 2**15  # tokens of one validation pass
-
-
-@cache
-def starts(seed: int, steps: int, batch: int, places: int) -> Tensor:
-    """Return where the windows of every step begin (steps, batch)."""
-    drawn = np.random.default_rng(seed).integers(places, size=(steps, batch))
-    return torch.from_numpy(drawn)
+AGAIN = 1.0  # seconds until other processes are asked for runs again
 
 
 def windows(text: Tensor, begins: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
@@ -63,47 +57,75 @@ def windows(text: Tensor, begins: Tensor, seq_len: int) -> tuple[Tensor, Tensor]
     return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
 
+@cache
+def texts(setting: Setting) -> tuple[Tensor, Tensor]:
+    """Return the tokens to train on, and those held out, on the setting's device."""
+    train, held_out = (
+        torch.from_numpy(np.asarray(text[:]).astype(np.int32)).to(setting.device)
+        for text in setting.texts()
+    )
+    if setting.device == "cuda":
+        torch.cuda.synchronize()  # before other streams read them
+    return train, held_out
+
+
+@cache
+def places(setting: Setting, seed: int) -> tuple[Tensor, Tensor]:
+    """Return where the windows of ``research.compare.plain`` begin: of training (steps,
+    batch), and held out (held_out).
+    """
+    train, _ = setting.texts()
+    own = dict(rank=0, world=1, seq_len=setting.seq_len)
+    own |= dict(vocab_size=setting.vocab_size, local_batch=setting.batch)
+    batches = Batches(train, **own, seed=seed)
+    num = setting.steps * setting.batch
+    drawn = torch.tensor([batches.start_of(sample) for sample in range(num)])
+    held_out = torch.arange(setting.held_out) * setting.seq_len
+    return drawn.view(setting.steps, setting.batch), held_out
+
+
 class Captured:
     """A run whose step reads nothing from the host: windows, learning rates and the
-    number of the step are tensors on the device.
+    number of the step are tensors on the device. On a GPU the optimizer is compiled,
+    the model only as the setting says: a study has many shapes.
 
     Args:
         setting: how it is trained.
-        recipe: by what, as ``research.compare.optimizers.build`` takes it.
-        seed: of initial weights and of the windows.
-        texts: to train on, and held out: 1-D integers on the setting's device.
-        places: where windows begin, of training (steps, batch) and held out
-            (held_out); None = drawn by the seed, and spread over the whole text.
-        compile: whether the optimizer is compiled; None = as the setting says.
+        run: what is trained.
+        stream: of all its work; None = on a CPU.
     """
 
+    PAUSE = 64  # steps that are launched before other runs have their turn
+
     def __init__(
-        self,
-        setting: Setting,
-        recipe: Mapping[str, Any],
-        seed: int,
-        texts: tuple[Tensor, Tensor],
-        *,
-        places: tuple[Tensor, Tensor] | None = None,
-        compile: bool | None = None,
+        self, setting: Setting, run: Run, stream: torch.cuda.Stream | None = None
     ) -> None:
-        self._setting, (self._train, self._held_out) = setting, texts
-        self.model = setting.model(seed).to(setting.device)
-        compile = setting.compile if compile is None else compile
-        self.optimizer = build(self.model, recipe, steps=setting.steps, compile=compile)
+        self.stream, self._setting, self._began = stream, setting, time.monotonic()
+        self._turn = (
+            nullcontext if stream is None else partial(torch.cuda.stream, stream)
+        )
+        with self._turn():
+            self._prepare(run)
+        self.curve: list[list[float | None]] = []
+        own = setting, self.advance, self.validate
+        self._points = validations(*own, pause=self.PAUSE)
+
+    def _prepare(self, run: Run) -> None:
+        setting, on = self._setting, dict(device=self._setting.device)
+        self._train, self._held_out = texts(setting)
+        self.model = setting.model(run.seed).to(**on)
+        own = dict(steps=setting.steps, compile=setting.device == "cuda")
+        self.optimizer = build(self.model, run.recipe, **own)
         self._loss = compiled() if setting.compile else mean_loss
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
-        on = dict(device=setting.device)
         for group in self.optimizer.param_groups:  # the capture would freeze a number
             group["lr"] = torch.full((), group["lr"], dtype=torch.float64, **on)
-        shares = [setting.share_at(step) for step in range(1, setting.steps + 1)]
+        every, warmup = range(1, setting.steps + 1), run.recipe.get("warmup")
+        shares = [setting.share_at(step, warmup) for step in every]
         self._shares = torch.tensor(shares, dtype=torch.float64, **on)
-        if places is None:
-            num = [len(text) - setting.seq_len for text in texts]
-            spread = torch.arange(setting.held_out) * num[1] // setting.held_out
-            places = starts(seed, setting.steps, setting.batch, num[0]), spread
-        self._starts, self._spread = (place.to(setting.device) for place in places)
-        self._at_once = setting.per_pass  # sequences of a validation pass
+        both = places(setting, run.seed)
+        self._starts, self._spread = (place.to(**on) for place in both)
+        self._at_once = math.gcd(setting.held_out, AT_ONCE // setting.seq_len)
         self.losses = torch.zeros(setting.steps, **on)  # of every step's batch
         self._at = torch.zeros(1, dtype=torch.long, **on)
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -137,148 +159,184 @@ class Captured:
         graph's replay.
         """
         self.count += 1
-        if self._setting.device == "cpu":
+        if self.stream is None or self.count <= WARM_UP:
             self.step()
-        elif self.count <= WARM_UP:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self.step()
-            torch.cuda.current_stream().wait_stream(side)
-        else:
-            self._captured().replay()
-
-    def _captured(self) -> torch.cuda.CUDAGraph:
+            return
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):  # recorded, not run
-                self.step()
-        return self._graph
+            with torch.cuda.graph(self._graph, stream=self.stream):
+                self.step()  # recorded, not run
+        self._graph.replay()
 
     @torch.no_grad()
     def validate(self) -> float:
         """Return the loss of the held-out windows."""
-        self.optimizer.eval()
         parts = self._spread.split(self._at_once)
         losses = [self._loss_at(self._held_out, part) for part in parts]
-        self.optimizer.train()
         return float(torch.stack(losses).mean())
 
+    def go_on(self) -> dict[str, Any] | None:
+        """Launch some steps, to the next validation at most.
 
-def texts(setting: Setting) -> tuple[Tensor, Tensor]:
-    """Return the tokens to train on, and those held out, on the setting's device."""
-    train, held_out = (
-        torch.from_numpy(np.asarray(text[:]).astype(np.int32)).to(setting.device)
-        for text in setting.texts()
-    )
-    return train, held_out
+        Returns:
+            after the last, "curve" as ``research.compare.plain.train`` returns it, and
+            "wall" seconds; before it None.
+        """
+        with self._turn():
+            for point in self._points:
+                if not point:
+                    return None
+                self.curve.append(point)
+        return dict(curve=self.curve, wall=round(time.monotonic() - self._began, 1))
 
 
 # ---- runs of studies -----------------------------------------------------------------
 
 
-@cache
-def _loaded(setting: Setting) -> tuple[Tensor, Tensor]:
-    return texts(setting)
+def can_capture(recipe: Mapping[str, Any]) -> bool:
+    """Return whether a step of a recipe is the same work every time, without the host:
+    SOAP refreshes its bases in some, an exact correction takes two gradients, and
+    torch's Muon reads its learning rate.
+    """
+    rule, correction = recipe["rule"], recipe.get("correction")
+    return "soap" not in rule and rule != TORCH_MUON and correction != "exact"
 
 
-@cache
-def plain_places(setting: Setting, seed: int) -> tuple[Tensor, Tensor]:
-    """Return where the windows of ``research.compare.plain`` begin."""
-    train, _ = setting.texts()
-    own = dict(rank=0, world=1, seq_len=setting.seq_len)
-    own |= dict(vocab_size=setting.vocab_size, local_batch=setting.batch)
-    batches = Batches(train, **own, seed=seed)
-    num = setting.steps * setting.batch
-    drawn = torch.tensor([batches.start_of(sample) for sample in range(num)])
-    held_out = torch.arange(setting.held_out) * setting.seq_len
-    return drawn.view(setting.steps, setting.batch), held_out
+class Wanted:
+    """What studies still need, for several processes that share a store: each takes
+    runs that no other has claimed.
 
-
-class PlainRun(Captured):
-    """A run of a study, by the optimizer compiled and a model that is not: its kernels
-    are few, and a study has many shapes.
+    Args:
+        store: file of what was run. Claims are a file beside it.
+        studies: by name, in the order in which they run.
+        titles: methods to run, in their order; none = all.
+        device: to train on.
     """
 
     def __init__(
-        self, setting: Setting, run: Run, texts: tuple[Tensor, Tensor]
+        self,
+        store: Path,
+        studies: Mapping[str, Study],
+        titles: Sequence[str] = (),
+        device: str = "cuda",
     ) -> None:
-        super().__init__(
-            setting,
-            run.recipe,
-            run.seed,
-            texts,
-            places=plain_places(setting, run.seed),
-            compile=setting.device == "cuda",
-        )
-        self._at_once = math.gcd(setting.held_out, AT_ONCE // setting.seq_len)
+        self._path, self._claims = store, store.with_suffix(".claims")
+        self._studies = {
+            name: replace(study, setting=replace(study.setting, device=device))
+            for name, study in studies.items()
+        }
+        self._titles, self._device = titles, device
+        self._took: dict[str, float] = {}  # seconds of a run, by study
+        self.is_over = False
+        with self._alone():
+            for name, study in self._studies.items():
+                Store(store, name).agree(study.setting.identity())
 
+    @contextmanager
+    def _alone(self) -> Iterator[IO]:
+        """Hold store and claims against other processes."""
+        with open(self._claims, "a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
 
-def train_run(
-    setting: Setting, run: Run, deadline: float = math.inf
-) -> dict[str, Any] | None:
-    """Train a run from the start.
+    def next(self, deadline: float) -> tuple[str, Setting, Run] | None:
+        """Claim a run that would end in time, and return it with its study's name;
+        searches come first, then the seeds at the best points, best method first.
+        ``is_over`` says afterwards whether nothing is left, here or elsewhere.
+        """
+        self.is_over = True
+        with self._alone() as file:
+            file.seek(0)
+            claimed = set(file.read().split())
+            for name, study in self._studies.items():
+                if time.monotonic() + self._took.get(name, 0.0) > deadline:
+                    continue
+                for run in self._runs(name, study):
+                    self.is_over = False
+                    key = hashlib.sha256(f"{name} {run.key}".encode()).hexdigest()
+                    if key not in claimed:
+                        file.write(f"{key}\n")
+                        return name, study.setting, run
+        return None
 
-    Returns:
-        its "curve", as ``research.compare.plain.train`` returns it, and "wall" seconds;
-        None where the deadline of ``time.monotonic`` came first.
-    """
-    began = time.monotonic()
-    graphs = PlainRun(setting, run, _loaded(setting))
-    curve = []
-    for point in validations(setting, graphs.advance, graphs.validate):
-        if time.monotonic() > deadline:
-            return None
-        curve.append(point)
-    return dict(curve=curve, wall=round(time.monotonic() - began, 1))
+    def _runs(self, name: str, study: Study) -> list[Run]:
+        losses = Store(self._path, name).losses
+        titles = [
+            title
+            for title in self._titles or study.methods
+            if title in study.methods
+            and (self._device == "cpu" or can_capture(study.methods[title].recipe))
+        ]
+        found = {title: study.search(title, losses) for title in titles}
+        ended = [title for title in titles if not found[title].wanted]
+        searching = [title for title in titles if found[title].wanted]
+        ended.sort(key=lambda title: found[title].losses[found[title].best])
+        return [run for t in searching + ended for run in study.wanted(t, losses)]
 
-
-def can_capture(recipe: Mapping[str, Any]) -> bool:
-    """Return whether a step of a recipe is the same work every time: SOAP refreshes its
-    bases in some, and what neighbours.py counts on the host a graph would freeze.
-    """
-    rule = recipe["rule"]
-    return "soap" not in rule and "adana" not in rule and "decay_omega" not in recipe
-
-
-@contextmanager
-def _alone(store: Path) -> Iterator[None]:
-    """Hold the store against other processes of this module."""
-    with open(store.with_suffix(".turn"), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _claim(store: Path, name: str, title: str) -> bool:
-    """Return whether this process is the first that wants a method of a study."""
-    own = hashlib.sha256(f"{name} {title}".encode()).hexdigest()[:16]
-    folder = store.with_suffix(".claims")
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        (folder / own).open("x").close()
-    except FileExistsError:
-        return False
-    return True
-
-
-def run_method(
-    path: Path, name: str, study: Study, title: str, device: str, deadline: float
-) -> None:
-    """Train all that a method of a study still needs."""
-    setting = replace(study.setting, device=device)
-    with _alone(path):
-        store = Store(path, name)
-        store.agree(setting.identity())
-    while runs := study.wanted(title, store.losses):
-        run = runs[0]
-        line = train_run(setting, run, deadline)
-        gc.collect()  # the graph's memory, before the next one's
-        if line is None:
-            return
-        with _alone(path):
-            store.add(run, line)
-        said = f"{title} lr {run.recipe['lr']:.5g} seed {run.seed}"
+    def add(self, name: str, run: Run, line: dict[str, Any]) -> None:
+        """Keep what a run showed."""
+        self._took[name] = line["wall"]
+        with self._alone():
+            Store(self._path, name).add(run, line)
+        recipe = run.recipe
+        how = f"{recipe['rule']} {recipe.get('warmup', '')} lr {recipe['lr']:.5g}"
+        said = f"{how} seed {run.seed}"
         print(name, f"{said}: {line['curve'][-1][1]} ({line['wall']} s)", flush=True)
+
+
+def train_all(
+    every: Sequence[Wanted],
+    streams: Sequence[torch.cuda.Stream | None],
+    deadline: float,
+) -> None:
+    """Train what is wanted, first things first, some runs side by side.
+
+    Args:
+        every: what is wanted.
+        streams: one for each run at a time: graphs that were captured on one stream
+            share cuBLAS's workspace, and train wrongly side by side. None = on the CPU.
+        deadline: of ``time.monotonic``; what has not ended then is given up.
+    """
+    free, active, asked = [*streams], [], 0.0
+    while (now := time.monotonic()) < deadline:
+        while free and now - asked > AGAIN:
+            tasks = ((wanted, wanted.next(deadline)) for wanted in every)
+            wanted, task = next((t for t in tasks if t[1]), (None, None))
+            if task is None:
+                asked = now
+                break
+            name, setting, run = task
+            training = Captured(setting, run, free.pop())
+            active.append((wanted, name, run, training))
+        for entry in [*active]:
+            wanted, name, run, training = entry
+            if (line := training.go_on()) is not None:
+                wanted.add(name, run, line)
+                active.remove(entry)
+                free.append(training.stream)
+                asked = 0.0
+        if not active:
+            if all(wanted.is_over for wanted in every):
+                return
+            time.sleep(AGAIN)
+        elif not asked:
+            del entry, training
+            gc.collect()  # graphs of runs that have ended
+
+
+def train_alone(wanted: Wanted, deadline: float) -> None:
+    """Train what is wanted on the CPU, by ``research.compare.plain``."""
+    while time.monotonic() < deadline:
+        task = wanted.next(deadline)
+        if task is None:
+            if wanted.is_over:
+                return
+            time.sleep(AGAIN)
+            continue
+        name, setting, run = task
+        began = time.monotonic()
+        line = train(setting, run.recipe, run.seed)
+        wanted.add(name, run, line | dict(wall=round(time.monotonic() - began, 1)))
 
 
 def main() -> None:
@@ -288,36 +346,20 @@ def main() -> None:
     add("studies", nargs="+", metavar="STUDY", help="in the order in which they run")
     add("--module", default="research.studies")
     add("--store", type=Path, required=True, help="file of what was run")
-    add("--methods", nargs="+", default=[], help="taken first (all in order)")
+    add("--methods", nargs="+", default=[], help="titles (all)")
     add("--device", default="cuda", choices=("cpu", "cuda"))
+    add("--slots", type=int, default=8, help="runs side by side on the GPU")
     add("--minutes", type=float, default=math.inf, help="after which all is ended")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("got no GPU, expected one: give --device cpu to try it here")
     deadline = time.monotonic() + 60 * args.minutes
-    while _take_one(args, deadline) and time.monotonic() < deadline:
-        pass
-
-
-def _take_one(args: argparse.Namespace, deadline: float) -> bool:
-    """Run a method of a study that is not claimed, or wait for one that is not there
-    yet, since its variant is still to be chosen; return whether any is left.
-    """
     studies = {name: named(name, args.module) for name in args.studies}
-    own = [(name, title) for name in studies for title in args.methods]
-    others = [(name, title) for name in studies for title in studies[name].methods]
-    for name, title in own + others:
-        method = studies[name].methods.get(title)
-        if (
-            method is not None
-            and can_capture(method.recipe)
-            and _claim(args.store, name, title)
-        ):
-            run_method(args.store, name, studies[name], title, args.device, deadline)
-            return True
-    time.sleep(1)
-    known = {title for study in studies.values() for title in study.methods}
-    return not known.issuperset(args.methods)
+    wanted = Wanted(args.store, studies, args.methods, args.device)
+    if args.device == "cpu":
+        train_alone(wanted, deadline)
+    else:
+        train_all([wanted], [torch.cuda.Stream() for _ in range(args.slots)], deadline)
 
 
 if __name__ == "__main__":

@@ -116,9 +116,12 @@ class Setting:
         model.init_weights(seed)
         return model
 
-    def share_at(self, step: int) -> float:
-        """Return the learning rate of a step, from 1 on, as a share of its peak."""
-        warmup = max(1, round(self.warmup * self.steps))
+    def share_at(self, step: int, warmup: float | None = None) -> float:
+        """Return the learning rate of a step, from 1 on, as a share of its peak, after
+        a warm-up of another share of the steps than the setting's if one is given.
+        """
+        share = self.warmup if warmup is None else warmup
+        warmup = max(1, round(share * self.steps))
         schedule = SCHEDULES[self.schedule]
         return schedule(step, warmup=warmup, total=self.steps, floor=self.floor)
 
@@ -169,8 +172,6 @@ class Setting:
         model = GPT2(Shape(1, 1, 8, 8, 8))  # any: a recipe knows none
         for title, recipe in recipes.items():
             try:
-                if recipe.get("gamma_follows_rate"):
-                    recipe["gamma"]  # which the loop reads
                 build(model, recipe, steps=self.steps, compile=False)
             except KeyError as error:
                 raise UserError(
@@ -349,10 +350,8 @@ class Training:
             self.task.model, recipe, steps=setting.steps, compile=compile
         )
         self._exact = recipe.get("correction") == "exact"
-        self._share_at = setting.share_at
+        self._share_at = partial(setting.share_at, warmup=recipe.get("warmup"))
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
-        self._follows = recipe.get("gamma_follows_rate", False)
-        self._gamma = recipe.get("gamma")
         self._ahead = self.task.batches.next()
         self.clock, self.count = Clock(setting.device), 0
 
@@ -362,8 +361,6 @@ class Training:
         share = self._share_at(self.count)
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * share
-            if self._follows:
-                group["gamma"] = self._gamma * share
         batch, self._ahead = self._ahead, self.task.batches.next()
         self.clock.mark()
         if self._exact:
@@ -383,15 +380,15 @@ class Training:
         self.clock.mark()
 
     def validate(self) -> float:
-        """Return the held-out loss of what is trained."""
-        self.optimizer.eval()
-        found = self.task.validate()
-        self.optimizer.train()
-        return found
+        """Return the held-out loss."""
+        return self.task.validate()
 
 
 def validations(
-    setting: Setting, advance: Callable[[], object], validate: Callable[[], float]
+    setting: Setting,
+    advance: Callable[[], object],
+    validate: Callable[[], float],
+    pause: int | None = None,
 ) -> Iterator[list[float | None]]:
     """Take all steps of a run; yield [step, held-out loss] at each of its points. A run
     that has diverged ends with a loss of None.
@@ -400,6 +397,7 @@ def validations(
         setting: how it is trained.
         advance: takes the next step.
         validate: returns the held-out loss.
+        pause: steps after which an empty list is yielded, for other work; None = never.
     """
     interval = -(-setting.steps // setting.points)
     worst = WORST * math.log(setting.vocab_size)
@@ -410,6 +408,8 @@ def validations(
             yield [step, loss if loss < worst else None]
             if not loss < worst:
                 return
+        elif pause and step % pause == 0:
+            yield []
 
 
 def train(setting: Setting, recipe: Mapping[str, Any], seed: int) -> dict[str, Any]:

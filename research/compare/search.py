@@ -14,6 +14,7 @@ from itertools import product
 
 DIGITS = 4  # to which values are rounded: what prints alike is one point
 SAME = 0.02  # of a step: values so near are one
+AROUND = (0, -1, 1)  # steps from a start to the first draws
 
 Point = tuple[float, ...]  # a value on each axis
 Loss = Callable[[Point], float | None]  # final; inf = diverged, None = not run
@@ -29,7 +30,8 @@ class Axis:
             search goes beyond them.
         decay: whether it is a decay such as beta1, which is searched by 1 - beta.
         factor: between neighbours before steps are halved.
-        start: value of the first draw; None = drawn as the others.
+        start: value of the first draw, of which the second and third are the
+            neighbours below and above; None = drawn as the others.
     """
 
     name: str
@@ -65,8 +67,9 @@ class Axis:
 
     def drawn(self, number: int) -> float:
         """Return the value of a draw: by name and number, so that methods share it."""
-        if number == 0 and self.start is not None:
-            return self.start
+        if number < len(AROUND) and self.start is not None:
+            moved = self.moved(self.start, AROUND[number])
+            return self.start if moved is None else moved
         digest = hashlib.sha256(f"{self.name}/{number}".encode()).digest()
         share = int.from_bytes(digest[:8], "big") / 2**64
         low, high = self.place(self.low), self.place(self.high)

@@ -16,7 +16,6 @@ from train.errors import UserError
 from train.files import check_file, growing, opened, sync
 
 WHAT = "what this command writes: restore it, or give another --store"
-FOLDER = "runs.jsonl and setting.json of one study: give the folder that has both"
 
 
 class Store:
@@ -83,26 +82,6 @@ class Store:
         line = dict(recipe=dict(run.recipe), seed=run.seed, **found)
         self._append(line)
         self.lines[run.key] = line
-
-    def take(self, folder: Path) -> int:
-        """Add the runs of a folder of the older form, which had setting.json beside
-        runs.jsonl; return how many are new here.
-
-        Raises:
-            UserError: a folder that has not both files, or of another setting.
-        """
-        try:
-            content = (folder / "setting.json").read_bytes()
-            setting = _setting(json.loads(content))
-            taken = {_key(line): line for line in _lines(folder / "runs.jsonl", FOLDER)}
-        except (ValueError, TypeError, OverflowError, OSError) as error:
-            raise _unread(folder, FOLDER, error) from error
-        self.agree(setting)
-        new = {key: line for key, line in taken.items() if key not in self.lines}
-        for line in new.values():
-            self._append(line)
-        self.lines |= new
-        return len(new)
 
     def _append(self, line: dict[str, Any]) -> None:
         content = json.dumps(dict(study=self._study, **line)).encode() + b"\n"

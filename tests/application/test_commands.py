@@ -42,7 +42,7 @@ ARGUMENTS = {
     "train": ["--config", "tiny_adamw"],
 }
 COMMANDS = ("evaluate", "export", "import_hf", "plan", "prepare", "sample")
-EVERY = ["train", *(f"train.{name}" for name in COMMANDS), "marsopt.profile"]
+EVERY = ["train", *(f"train.{name}" for name in COMMANDS)]
 
 
 @pytest.mark.parametrize("module", EVERY)

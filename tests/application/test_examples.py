@@ -226,7 +226,7 @@ def test_torchtitans_llama3_learns_without_a_gpu(tmp_path):
 
 def test_digits_prints_a_table(capsys):
     pytest.importorskip("sklearn")
-    methods = ("mars-m-transport", "muon-2d")
+    methods = ("mars-m", "muon-2d")
     rates = [f"{method}=1e-2" for method in ("adamw", *methods)]
     short = ["--seeds", "1", "--steps", "24", "--extend", "0", "--models", "resnet"]
     digits.main([*short, "--methods", *methods, "--lrs", *rates])

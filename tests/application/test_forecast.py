@@ -5,7 +5,6 @@ Most of it is equal to the byte; what is not says why.
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +28,6 @@ from marsopt.parallel import MeshCollectives
 from marsopt.parallel.planner import Machine
 from marsopt.profiling.optimizer import floor_of
 from marsopt.profiling.profiler import traced
-from marsopt.rules import newton_schulz
 from tests.processes import spawn
 from tests.stacking import as_on_a_gpu, forced
 from train.forecast import Blocks, Job, MicroBatch, forecast, models
@@ -52,15 +50,14 @@ SHAPES = {
 RULES = [
     f"{name}{end}"
     for name, rule in REGISTRY.items()
-    for end in ("", "-transport", *(["-exact"] if rule.is_mars else []))
+    for end in ("", *(["-exact"] if rule.is_mars else []))
 ]
 
 
 def parts(rule):
     """The names of a rule and of its correction."""
-    mars_type, _, correction = rule.rpartition("-")
-    named = correction in ("exact", "transport")
-    return (mars_type, correction) if named else (rule, "approximate")
+    mars_type = rule.removesuffix("-exact")
+    return mars_type, "approximate" if mars_type == rule else "exact"
 
 
 def job_of(rule, **options):
@@ -99,7 +96,7 @@ def kept(optimizer):
         for key, value in entry.items()
         if key != "step"
     ]
-    return sum(state) + optimizer.describe().num_protocol_bytes
+    return sum(state) + optimizer.describe().num_kept_bytes
 
 
 # ---- memory --------------------------------------------------------------------------
@@ -202,7 +199,6 @@ def test_a_compiled_step_holds_what_is_predicted(rule, monkeypatch):
     """
     forced(monkeypatch, "leaves")
     as_on_a_gpu(monkeypatch)
-    monkeypatch.setattr(newton_schulz, "LARGE", sys.maxsize)  # batches, as on a GPU
     params = {n: nn.Parameter(x) for n, x in drawn(0).items()}
     optimizer = build(params, rule, compile=True, ns_dtype=torch.float32)
     for n in range(3):
@@ -274,7 +270,6 @@ def two_ranks(rank, world, rules):
                 return out[0]
 
             patch.setattr(step_of, "precondition_stacks", watched)
-            patch.setattr(newton_schulz, "LARGE", sys.maxsize)  # batches
             with counted.counting():
                 step(optimizer)
             # The least of three: gloo's threads let go of what they have sent when they
@@ -288,7 +283,7 @@ def two_ranks(rank, world, rules):
 @pytest.mark.processes
 def test_two_ranks_keep_send_and_hold_what_is_predicted(monkeypatch):
     forced(monkeypatch, "leaves")
-    rules = ["adamw", "muon", "mars-adamw-exact", "mars-m-transport", "mars-normuon"]
+    rules = ["adamw", "muon", "mars-adamw-exact", "mars-normuon"]
     ranks = spawn(two_ranks, 2, rules)
     for i, rule in enumerate(rules):
         job = job_of(rule, ns_dtype=torch.float32)
@@ -596,9 +591,10 @@ def test_what_the_page_shows_of_a_model_of_ones_own_runs():
     exec(textwrap.dedent("\n".join(shown)), names)
     job, memory = names["job"], names["found"].memory
     assert job.num_params == 640 * 64 + 64 * 64 + 64 * 128 + 128
-    assert job.rule == "moonlight-transport" and len(job.matrices()) == 1
-    # the fullest of 8 has an eighth: AdamW 8 bytes of state, Moonlight m and x
-    assert memory.state == pytest.approx(8 * job.num_params / 8, REL)
+    assert job.rule == "moonlight" and len(job.matrices()) == 1
+    # the fullest of 8 has an eighth: AdamW 8 bytes of state, Moonlight 4
+    num_bytes = 8 * (640 * 64 + 64 * 64) + 4 * 64 * 128
+    assert memory.state == pytest.approx(num_bytes / 8, REL)
 
 
 def _is_text(line: str) -> bool:

@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers "fake")
 
 import configs
-from marsopt import REGISTRY
 from tests.trainers import losses, train_all
 from train import prepare
 from train.engine.resolve import resolve
@@ -82,7 +81,7 @@ tiny_adamw           adamw         4e-3    4e-3    4e-3    4e-4     .1   0    0 
 tiny_nadamw          nadamw        6e-3    6e-3    6e-3    6e-4     .01  0    0    .9  .99
 tiny_lion            lion          1e-3    1e-3    1e-3    1e-4     .3   0    0    .9  .99
 tiny_muon            muon          2e-2    2e-2    3e-3    2e-3     0    0    .1   .95 .99
-tiny_moonlight       moonlight     6e-3    6e-3    6e-3    6e-4     .1   .1   .1   .95 .99
+tiny_moonlight       moonlight     1.2e-2  1.2e-2  1.2e-2  1.2e-3   .1   .1   .1   .95 .99
 tiny_mars_adamw      mars-adamw    6e-3    6e-3    3e-3    6e-4     .01  0    .1   .95 .99
 tiny_mars_adamw_gamma0 mars-adamw  6e-3    6e-3    3e-3    6e-4     .01  0    .1   .95 .99
 tiny_mars_adamw_exact mars-adamw   6e-3    6e-3    3e-3    6e-4     .01  0    .1   .95 .99
@@ -91,31 +90,8 @@ tiny_mars_shampoo    mars-shampoo  3e-2    3e-2    3e-3    3e-3     0    0    .1
 tiny_mars_m          mars-m        6e-3    6e-3    6e-3    6e-4     .01  .01  .01  .95 .99
 tiny_soap            soap          1.2e-2  1.2e-2  1.2e-2  1.2e-3   .01  .01  .01  .95 .95
 tiny_soap_muon       soap-muon     1.2e-2  1.2e-2  1.2e-2  1.2e-3   .1   .1   .1   .95 .95
-small_mars_adamw_transport mars-adamw 6e-3 6e-3    3e-3    3e-5     .01  0    .1   .95 .99
-small_mars_lion_transport mars-lion 2e-4   2e-4    3e-3    1e-5     .3   0    .1   .95 .99
-small_mars_shampoo_transport mars-shampoo 2e-2 2e-2 3e-3   3e-5     0    0    .1   .95 .99
-small_mars_m_transport mars-m      6e-3    6e-3    6e-3    3e-5     .01  .01  .01  .95 .99
-small_moonlight_transport moonlight 6e-3   6e-3    6e-3    3e-5     .1   .1   .1   .95 .99
-tiny_moonlight_transport moonlight 1.2e-2  1.2e-2  1.2e-2  1.2e-3   .1   .1   .1   .95 .99
-tiny_mars_adamw_transport mars-adamw 6e-3  6e-3    3e-3    6e-4     .01  0    .1   .95 .99
-tiny_mars_lion_transport mars-lion 5e-4    5e-4    3e-3    5e-5     .3   0    .1   .95 .99
-tiny_mars_shampoo_transport mars-shampoo 3e-2 3e-2 3e-3    3e-3     0    0    .1   .95 .99
-tiny_mars_m_transport mars-m       1.2e-2  1.2e-2  1.2e-2  1.2e-3   .01  .01  .01  .95 .99
-tiny_mars_soap_transport mars-soap 1.2e-2  1.2e-2  1.2e-2  1.2e-3   .01  .01  .01  .95 .95
 """  # noqa: E501
-GAMMA = {  # where it is not the published 0.025
-    "tiny_mars_adamw_gamma0": 0.0,
-    "tiny_mars_adamw_transport": 0.1,
-    "tiny_mars_shampoo_transport": 0.05,
-    "tiny_mars_m_transport": 0.05,
-    "tiny_moonlight_transport": 0.05,
-    "tiny_mars_soap_transport": 0.05,
-    "small_mars_adamw_transport": 0.05,
-    "small_mars_lion_transport": 0.05,
-    "small_mars_shampoo_transport": 0.05,
-    "small_mars_m_transport": 0.05,
-    "small_moonlight_transport": 0.05,
-}
+GAMMA = {"tiny_mars_adamw_gamma0": 0.0}  # where it is not the published 0.025
 HEAD, *ROWS = [line.split() for line in TABLE.split("\n") if line]
 FROZEN = {row[0]: dict(zip(HEAD, row, strict=True)) for row in ROWS}
 WORLD = 8
@@ -168,15 +144,8 @@ def effective(mars, model) -> dict:
             kind = "vector" if p.ndim == 1 else "matrix"
             if name.startswith(("wte", "wpe")):
                 kind = "embedding"
-            rule, peak = group["mars_type"], group["initial_lr"]
+            rule, peak = group["mars_type"], group["initial_lr"] * group["lr_ratio"]
             wd, betas = group["weight_decay"], group["betas"]
-            if kind == "vector":  # numbers of its own where they are not None
-                betas = group["betas_1d"] or betas
-                if group["lr_1d"] is not None:
-                    peak *= group["lr_1d"] / group["base_lr"]
-                if group["weight_decay_1d"] is not None:
-                    wd = group["weight_decay_1d"]
-                rule = rule if REGISTRY[rule].fallback == "itself" else "adamw"
             found.setdefault(kind, set()).add((rule, peak, wd, betas))
     assert all(len(values) == 1 for values in found.values()), found
     return {kind: values.pop() for kind, values in found.items()}
@@ -210,10 +179,8 @@ def test_recipe_is_the_table_and_builds_for_8_ranks(name, mesh):
     assert (o.mars_type, o.betas_1d, o.eps) == (row["rule"], None, 1e-8)
     assert (o.clip, o.optimize_1d, o.amsgrad) == (1.0, False, False)
     assert o.gamma == GAMMA.get(name, 0.025)
-    variant = name.rsplit("_", 1)[1]
-    kinds = {"exact": "exact", "transport": "transport"}
-    assert o.correction == kinds.get(variant, "approximate")
-    assert (o.gamma_1d, o.gamma_decay) == (None, "none")
+    assert o.correction == ("exact" if name.endswith("_exact") else "approximate")
+    assert o.gamma_decay == "none"
     assert o.ns_dtype == ("float32" if size == "tiny" else "bfloat16")
     assert (s.kind, s.warmup_steps, s.total_steps) == ("cosine", warmup, None)
     assert s.min_lr_factor * o.lr == pytest.approx(number["min_lr"], rel=2e-4)

@@ -4,11 +4,9 @@ what the stores hold; and what is compared is what its formula says.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
-import shutil
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,35 +15,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import configs
-import marsopt
-from marsopt.rules import newton_schulz
-from marsopt.rules.preconditioner import Average
-from research import (
-    captured,
-    correlations,
-    decide,
-    fine_tuning,
-    log_time,
-    studies,
-    svrg,
-)
+from research import decide, fine_tuning, pictures, studies, warm_up
 from research.compare import __main__ as compare
-from research.compare import graphs, images
-from research.compare.neighbours import (
-    ADANA,
-    GPA,
-    MONA,
-    SNOO,
-    EMANesterov,
-    FallingWeight,
-    LogTimeDecay,
-    QHAdamW,
-    lookahead,
-)
-from research.compare.optimizers import build, value_of
+from research.compare import graphs
+from research.compare.optimizers import build, unspelled
 from research.compare.plain import Setting, train
 from research.compare.results import entries, rows
 from research.compare.search import Axis, search
@@ -118,28 +93,16 @@ def test_a_study_runs_a_trial_and_a_later_call_continues(
         call("--set", "steps=9")
 
 
-def test_runs_of_a_folder_are_added_once(setting, tmp_path):
-    """Beside another study in one file; runs of another setting are refused."""
-    path, folder = tmp_path / "kind.jsonl", tmp_path / "run elsewhere"
-    folder.mkdir()
-    (folder / "setting.json").write_text(json.dumps(dict(steps=8)))
-    line = dict(recipe=dict(rule="adamw"), curve=[[8, 2.0]])
-    text = "".join(json.dumps(line | dict(seed=seed)) + "\n" for seed in (1, 2))
-    (folder / "runs.jsonl").write_text(text + text[:9])
-    other = Store(path, "other")
-    other.agree(dict(steps=9))
-    other.add(Run(line["recipe"], 1), dict(curve=[[9, 3.0]]))
-    mine = Store(path, "mine")
-    mine.agree(dict(steps=8))
-    mine.add(Run(line["recipe"], 1), dict(curve=[[8, 1.0]]))
-    assert mine.take(folder) == 1 and mine.take(folder) == 0
-    assert [*Store(path, "mine").losses.values()] == [1.0, 2.0]
-    assert [*Store(path, "other").losses.values()] == [3.0]
+def test_studies_share_a_file_each_with_its_setting(setting, tmp_path):
+    path, recipe = tmp_path / "kind.jsonl", dict(rule="adamw")
+    for name, steps in dict(other=9, mine=8).items():
+        store = Store(path, name)
+        store.agree(dict(steps=steps))
+        store.add(Run(recipe, 1), dict(curve=[[steps, float(steps)]]))
+    assert [*Store(path, "mine").losses.values()] == [8.0]
+    assert [*Store(path, "other").losses.values()] == [9.0]
     with pytest.raises(UserError, match="got steps=8 where other in .* has 9"):
-        other.take(folder)
-    (folder / "setting.json").unlink()
-    with pytest.raises(UserError, match="give the folder that has both"):
-        mine.take(folder)
+        Store(path, "other").agree(dict(steps=8))
 
 
 def test_searches_take_equal_trials_and_come_near_the_best():
@@ -222,12 +185,14 @@ def test_a_search_around_a_start_ends_where_both_neighbours_are_worse():
 
 def test_values_that_know_their_step_are_spelled_by_json(setting, tmp_path):
     """In studies and stores; a store knows its runs again."""
-    assert value_of(0.95) == 0.95 and value_of(True) is True
-    with pytest.raises(ValueError, match="expected one of log_time, falling_weight"):
-        value_of({"log": 10})
-    capped = {"log_time": 10, "cap": 0.98}
-    assert value_of([capped, 0.95]) == (marsopt.LogTime(10, cap=0.98), 0.95)
-    assert value_of({"falling_weight": 0.85}) == FallingWeight(kappa=0.85)
+    assert unspelled(dict(beta1=0.95, one_rate=True)) == dict(beta1=0.95, one_rate=True)
+    with pytest.raises(ValueError, match='expected "log_time" in it'):
+        unspelled(dict(beta1={"log": 10}))
+    capped, plain = {"log_time": 10, "cap": 0.98}, {"log_time": 10}
+    found = unspelled(dict(beta1=capped, betas_1d=[plain, 0.95]))
+    assert found == dict(beta1=0.98, betas_1d=(0.999, 0.95), log_time=10)
+    with pytest.raises(ValueError, match="expected one value"):
+        unspelled(dict(beta1=plain, beta2={"log_time": 5}))
     recipe = dict(rule="adamw", beta1=capped, lr=0.01)
     path = tmp_path / "runs.jsonl"
     store, run = Store(path, "x"), Run(recipe, 1)
@@ -239,31 +204,63 @@ def test_values_that_know_their_step_are_spelled_by_json(setting, tmp_path):
 # ---- the rule ------------------------------------------------------------------------
 
 
-def place(**levels):
-    """Losses of four seeds, whose paired differences scatter by 0.001."""
-    shift = (0.0, 0.001, -0.001, 0.0)
-    return {
-        title: {seed: level + i * shift[seed] for seed in range(4)}
-        for i, (title, level) in enumerate(levels.items())
+def difference(side, error=0.001):
+    mean = dict(ahead=-0.01, behind=0.01, open=0.002)[side]
+    return decide.Difference(mean, error, 4)
+
+
+@pytest.mark.parametrize(
+    "sides, grows",
+    [
+        (("ahead", "ahead", "open", "open"), True),
+        (("ahead", "ahead", "open", "open", "open"), False),  # of a half
+        (("ahead", "ahead", "ahead", "behind"), False),
+        (("ahead", "ahead", "ahead"), False),  # too few
+    ],
+)
+def test_the_rule_of_the_default(sides, grows):
+    said = decide.decision(map(difference, sides))
+    assert ("log time becomes" in said) is grows
+    assert f"ahead in {sides.count('ahead')} of {len(sides)}" in said
+
+
+def test_each_contender_has_its_best_of_the_warm_ups_that_all_have(setting):
+    """By its search, whatever its other seeds say."""
+    axis, ends = Axis("lr", 0.01, 0.04, start=0.02), [*warm_up.WARM_UPS.items()]
+    methods = {
+        title + end: Method(dict(rule=title) | own, (axis,), num_seeds=4)
+        for title in ("adamw", "moonlight")
+        for end, own in ends
     }
+    own = dict(trials=3, num_draws=3, search_seeds=(9, 10))
+    study = Study(title="any", setting=setting, methods=methods, **own)
+    losses = {}
+
+    def search(title, loss):
+        for run in study.wanted(title, losses):
+            losses[run.key] = loss + abs(run.recipe["lr"] - 0.02)
+
+    for end, loss in zip(warm_up.WARM_UPS, (2.0, 1.9, 1.8), strict=True):
+        search(f"adamw{end}", loss)
+    for end, loss in zip([*warm_up.WARM_UPS][:2], (1.5, 1.6), strict=True):
+        search(f"moonlight{end}", loss)
+    place = decide.Judged(study, losses)
+    assert place.best(("adamw",)) == {"adamw": "adamw, no warm-up"}
+    assert place.best(("adamw", "moonlight")) == {
+        "adamw": "adamw, 2% warm-up", "moonlight": "moonlight"
+    }  # fmt: skip
+    assert not place.is_complete("moonlight") and place.by_seed("moonlight") == {}
 
 
-def test_the_rule_of_the_default():
-    question = decide.Question(("today", "bare"), dict(plain=False, moded=True), "none")
-    tie = place(today=2.0, bare=2.0, plain=2.0, moded=2.0)
-    lead = place(today=2.0, bare=2.1, plain=1.9, moded=1.9)
-    half = place(today=2.0, bare=1.9, plain=1.9, moded=2.0)  # of one of the two
-    lost = place(today=2.0, bare=2.1, plain=2.1, moded=1.9)
-    ahead = place(today=2.0, bare=2.1, plain=1.95, moded=1.9)
-    assert decide.winner([tie], question) is None
-    assert decide.winner([lead, lead, tie], question) == "plain"
-    assert decide.winner([lead, tie, tie], question) is None  # of a third
-    assert decide.winner([half, half, half], question) is None
-    assert decide.winner([lead, lead, lead, lost], question) == "moded"
-    assert decide.winner([lead, lead, ahead], question) == "plain"
-    assert decide.winner([lead, ahead], question) == "moded"
-    standing = decide.standing([lead, lost], "plain", question.references)
-    assert standing == decide.Standing(ahead=1, behind=1, settings=2)
+def test_the_study_page_has_what_the_rule_says_of_the_store(capsys):
+    decide.main()
+    printed = capsys.readouterr().out
+    page = (Path(studies.__file__).parent / "study.md").read_text()
+    rule = printed[printed.index("### The rule") :].splitlines()
+    said = [line for line in rule if line.startswith(("- ", "Log time is"))]
+    assert len(said) == 7 and not [line for line in said if line not in page]
+    judged = decide.table("1920", decide.judged("1920"))
+    assert not [row for row in judged.splitlines()[2:] if row not in page]
 
 
 def test_a_difference_of_few_seeds_has_the_pooled_error():
@@ -277,9 +274,9 @@ def test_a_difference_of_few_seeds_has_the_pooled_error():
 
 def test_steps_saved_lie_between_the_control_s_horizons():
     control = {480: {1: 2.5, 2: 2.5}, 1920: {1: 1.9, 2: 1.9}}
-    share, error = decide.steps_saved({1: 2.2, 2: 2.2}, 480, control)
+    share, error = pictures.steps_saved({1: 2.2, 2: 2.2}, 480, control)
     assert share == pytest.approx(0.5) and error == 0.0
-    assert decide.steps_saved({1: 1.8}, 1920, control) is None
+    assert pictures.steps_saved({1: 1.8}, 1920, control) is None
 
 
 # ---- what pages say ------------------------------------------------------------------
@@ -288,13 +285,7 @@ def test_steps_saved_lie_between_the_control_s_horizons():
 @pytest.mark.parametrize(
     "name, title, control, said",
     [
-        ("small", "transport", "NAdamW", "-0.0387"),
-        ("small_long", "transport", "NAdamW", "-0.0385"),
-        ("middle", "transport", "NAdamW", "-0.0370"),
-        ("to_zero", "transport", "NAdamW", "-0.0233"),
-        ("batch_quarter", "transport", "NAdamW", "-0.0470"),
-        ("prose", "Moonlight, transport", "Moonlight", "-0.0407"),
-        ("bpe", "transport", "NAdamW", "+0.0119"),
+        ("small", "AdamW", "NAdamW", "+0.0541"),
         ("fine_tuning", "for_model", "AdamW", "-0.0059"),
         ("fine_tuning_lora", "for_model", "AdamW", "+0.0066"),
     ],
@@ -318,18 +309,16 @@ def test_methods_of_a_study_can_be_built(make, setting):
     replace(study.setting, **own).check({t: study.first(t) for t in study.methods})
 
 
-@pytest.mark.parametrize("name", log_time.__all__)
+@pytest.mark.parametrize("name", warm_up.__all__)
 def test_contenders_can_be_built(name, setting):
-    study = named(name, "research.log_time")
+    study = named(name, "research.warm_up")
     replace(setting, steps=2).check({t: study.first(t) for t in study.methods})
-    assert study.num_draws == 1 and study.trials == 5
 
 
-@pytest.mark.parametrize("name", ["mars_adamw", "moonlight", "mars_m_transport"])
-def test_a_published_method_has_the_numbers_of_its_recipe(name, monkeypatch):
-    # as the recipe says, also on a CPU without instructions for bf16
-    monkeypatch.setattr(newton_schulz, "found_dtype", lambda: torch.bfloat16)
-    config = replace(getattr(configs, f"small_{name}")().optimizer, compile=False)
+@pytest.mark.parametrize("name", ["mars_adamw", "moonlight", "mars_m"])
+def test_a_published_method_has_the_numbers_of_its_recipe(name):
+    config = getattr(configs, f"small_{name}")().optimizer
+    config = replace(config, ns_dtype="float32", compile=False)  # as a CPU by itself
     shape = Shape(num_layers=1, num_heads=1, width=64, block_size=16, vocab_size=64)
     model, other = GPT2(shape), GPT2(shape)
     model.init_weights(0), other.init_weights(0)
@@ -353,7 +342,7 @@ def test_recipes_of_a_study_keep_the_ratios_of_their_learning_rates(tmp_path):
     options = ("--dataloader.dataset-path", str(tmp_path))
     study = changed(studies.tiny(), dict(options=[*options], steps=70))
     study.setting.check({title: study.first(title) for title in study.methods})
-    recipe = dict(config="tiny_mars_adamw_transport", lr=1.2e-2, beta1=0.8)
+    recipe = dict(config="tiny_mars_adamw", lr=1.2e-2, beta1=0.8)
     module, words = study.setting.command(Run(recipe, 5), tmp_path / "run")
     base, config = parse(words[:2]), parse(words)
     assert module == "train" and config.debug.seed == 5
@@ -367,7 +356,7 @@ def test_recipes_of_a_study_keep_the_ratios_of_their_learning_rates(tmp_path):
 
 
 def test_the_loop_trains_all_methods_from_one_start(setting):
-    names = ("adamw", "torch-adamw", "mars-adamw-transport", "mars-adamw-exact")
+    names = ("adamw", "torch-adamw", "mars-adamw", "mars-adamw-exact")
     recipes = {name: studies.published(name, lr=6e-3) for name in names}
     found = {name: train(setting, recipe, 0) for name, recipe in recipes.items()}
     for result in found.values():
@@ -378,16 +367,27 @@ def test_the_loop_trains_all_methods_from_one_start(setting):
     assert found["mars-adamw-exact"]["flops"] == 2 * found["adamw"]["flops"]
 
 
-def test_the_loop_trains_contenders_with_a_head_of_its_own(setting):
-    untied = replace(setting, tied=False, steps=16)
+def test_the_loop_trains_contenders_by_their_own_warm_up(setting):
+    """Also with a head of its own; the setting's warm-up is of 8 steps."""
+    untied = replace(setting, tied=False, steps=16, warmup=0.5)
     assert untied.identity() != setting.identity()
-    contenders = log_time.HELD | log_time.CONTROLS
-    for recipe in (
-        *(c.recipe | dict(lr=c.lr) for c in contenders.values()),
-        dict(rule="adamw", lr=6e-3, weight_decay=0.1, decay_omega=4.0),
-    ):
-        untied.check({"it": recipe})
+    contenders = warm_up.CONTENDERS | warm_up.CONTROLS
+    for recipe in (recipe | dict(lr=lr) for recipe, lr in contenders.values()):
         assert final(train(untied, recipe, 0)) < math.log(64)
+    recipe = dict(rule="adamw", lr=6e-3, warmup=0.0)
+    own = train(untied, recipe, 0)["curve"]
+    assert own == train(replace(untied, warmup=0.0), recipe, 0)["curve"]
+    assert own != train(untied, recipe | dict(warmup=0.5), 0)["curve"]
+
+
+def test_torch_s_muon_and_adamw_are_moonlight(setting):
+    """But for the dtype of Newton-Schulz."""
+    recipe = dict(lr=0.02, beta1=0.95, beta2=0.95, weight_decay=0.1)
+    found = [
+        final(train(setting, recipe | dict(rule=rule), 0))
+        for rule in ("moonlight", "torch-muon")
+    ]
+    assert found[0] == pytest.approx(found[1], abs=2e-3)
 
 
 @pytest.mark.parametrize("make", fine_tuning.__all__)
@@ -420,273 +420,73 @@ def test_pretrained_weights_are_tuned_whole_or_by_lora(make, setting, tmp_path):
         replace(tuning, source_rule="sgd").check({})
 
 
-@pytest.mark.parametrize("make", [studies.digits_convnet, studies.digits_vit])
-def test_images_are_trained_by_every_method(make):
-    pytest.importorskip("sklearn")
-    study = make()
-    setting = replace(study.setting, steps=24, points=1)
-    setting.check({title: study.first(title) for title in study.methods})
-    for title in ("AdamW", "Moonlight, transport"):
-        found = images.train(setting, study.first(title), seed=1)
-        ((step, loss),) = found["curve"]
-        assert step == 24 and loss < 2.25 and found["accuracy"] > 0.1
-    with pytest.raises(UserError, match="got model='mlp', expected one of convnet"):
-        replace(setting, model="mlp").check({})
-
-
-def trajectory(make, x, steps=40):
-    """x after each step on a quadratic."""
-    optimizer, points = make(x), []
-    for _ in range(steps):
-        x.grad = torch.linspace(0.5, 3.0, 5) * x.detach() - 1.0
-        optimizer.step()
-        points.append(x.detach().clone())
-    return torch.stack(points)
-
-
-def start():
-    return nn.Parameter(torch.zeros(5, dtype=torch.float64))
-
-
-def test_neighbours_are_their_formulas():
-    """Where one of them is an optimizer that torch has: QHAdamW with nu1 = 1, an outer
-    step of every step, a lookahead of scale 0.
-    """
-    own = dict(lr=0.05, betas=(0.9, 0.99), weight_decay=0.1)
-    adamw = trajectory(lambda x: torch.optim.AdamW([x], **own), start())
-    qh = trajectory(lambda x: QHAdamW([x], nu1=1.0, **own), start())
-    torch.testing.assert_close(qh, adamw, rtol=1e-10, atol=1e-12)
-    weighed = trajectory(lambda x: QHAdamW([x], nu1=0.8, **own), start())
-    assert not torch.allclose(weighed, adamw)
-
-    def sgd(x, lr=0.05, **options):
-        return torch.optim.SGD([x], lr=lr, **options)
-
-    outer = dict(lr=0.6, momentum=0.4, every=1)
-    snoo = trajectory(lambda x: SNOO(sgd(x), **outer), start())
-    nesterov = dict(momentum=0.4, nesterov=True)
-    want = trajectory(lambda x: sgd(x, lr=0.6 * 0.05, **nesterov), start())
-    torch.testing.assert_close(snoo, want, rtol=1e-10, atol=1e-12)
-    still = trajectory(lambda x: EMANesterov(sgd(x), scale=0.0, steps=40), start())
-    torch.testing.assert_close(still, trajectory(sgd, start()))
-
-
-@pytest.mark.parametrize(("extra", "begin"), [(0.0, 0.0), (1.0, 2.0)])
-def test_adana_is_its_formula(extra, begin):
-    """Three steps, transcribed; the second group has no decay."""
-    grads = [[0.5, -1.0], [0.3, 0.2], [-0.7, 0.1]]
-    lrs = [0.05, 0.1, 0.04]
-    x = [nn.Parameter(torch.tensor([1.0], dtype=torch.float64)) for _ in range(2)]
-    groups = [dict(params=[x[0]]), dict(params=[x[1]], weight_decay=0.0)]
-    own = dict(extra_momentum=extra, decay_start=begin, eps=1e-8)
-    optimizer = ADANA(groups, lr=0.1, **own)
-    want, m, v = [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]
-    for t, (g, lr) in enumerate(zip(grads, lrs, strict=True), start=1):
-        for i in range(2):
-            optimizer.param_groups[i]["lr"] = lr
-            x[i].grad = torch.tensor([g[i]], dtype=torch.float64)
-            beta = 1 - 8 / (8 + t)
-            m[i] = beta * m[i] + (1 - beta) * g[i]
-            v[i] = beta * v[i] + (1 - beta) * g[i] ** 2
-            u = g[i] + ((1 + t) ** 0.15 + extra) * m[i]
-            decay = 0.0 if i else 4 / (begin + t)
-            step = 0.1 * u / (math.sqrt(v[i]) + 1e-8) + decay * want[i]
-            want[i] -= lr / 0.1 * step
-        optimizer.step()
-    assert [p.item() for p in x] == pytest.approx(want, rel=1e-12)
-
-
-def test_the_falling_decay_is_independent_of_the_peak():
-    x = nn.Parameter(torch.ones(1, dtype=torch.float64))
-    inner = torch.optim.SGD([x], lr=0.5, weight_decay=0.1)
-    optimizer, want = LogTimeDecay(inner, omega=0.3, decay_start=2.0), 1.0
-    for t, share in enumerate((0.5, 1.0, 0.2), start=1):
-        inner.param_groups[0]["lr"] = 0.5 * share
-        x.grad = torch.zeros_like(x)
-        optimizer.step()
-        want *= 1 - share * 0.3 / (t + 2)
-    assert x.item() == pytest.approx(want, rel=1e-12)
-
-
-class Momentum(Average):
-    """x <- x - lr u: a linear rule, u the average of c."""
-
-    def update(self, x, c, buffers, s):
-        rate, _, *w = s
-        m, u = self.average(buffers["m"], c, tuple(w))
-        return x - rate * u, {"m": m}
-
-
-def gradient_of(batch, x):
-    """Of a loss that is not quadratic, and another for every batch."""
-    return torch.sin(x * (1 + 0.1 * batch)) + 0.1 * torch.cos(batch + 3 * x)
-
-
-@pytest.mark.parametrize("mu_x, mu_y", [(0.9, 0.8), (0.975, 0.7), (0.9, 1.0)])
-def test_gpa_of_gradient_descent_is_momentum_with_transport(mu_x, mu_y):
-    """beta1 = mu_x and gamma = 1 - mu_y, at a constant learning rate."""
-    rule = marsopt.Rule(
-        matrix=marsopt.Algorithm(
-            preconditioner=Momentum(momentum=mu_x),
-            correction=marsopt.Transport(gamma=1 - mu_y, clip=None),
-        )
-    )
-    x = start()
-    gpa = GPA(torch.optim.SGD([x], lr=0.05), mu_x=mu_x, mu_y=mu_y)
-    y = {"w": x.detach().clone()}
-    state = rule.init(y)
-    for batch in range(200):
-        x.grad = gradient_of(batch, x.detach())
-        gpa.step()
-        y, state = rule.step(y, {"w": gradient_of(batch, y["w"])}, state, lr=0.05)
-        torch.testing.assert_close(x.detach(), y["w"], rtol=0, atol=1e-14)
-    gpa.eval()
-    iterate = rule.iterate(y, state)["w"]
-    torch.testing.assert_close(x.detach(), iterate, rtol=0, atol=1e-14)
-    gpa.train()
-    torch.testing.assert_close(x.detach(), y["w"], rtol=0, atol=1e-14)
-
-
-def test_mona_without_an_average_is_approximate_mars_without_a_clip():
-    """Of gradient descent with momentum; MARS-M orthogonalizes the same m."""
-    beta1, gamma = 0.9, 0.1
-    rule = marsopt.Rule(
-        matrix=marsopt.Algorithm(
-            preconditioner=Momentum(momentum=beta1),
-            correction=marsopt.Approximate(gamma=gamma, clip=None),
-        )
-    )
-    x, scale = start(), gamma * beta1 / (1 - beta1)
-    sgd = torch.optim.SGD([x], lr=0.05, momentum=beta1, dampening=beta1)
-    sgd.state[x]["momentum_buffer"] = torch.zeros_like(x)  # torch's starts at g
-    mona = MONA(sgd, params=[x], scale=scale, decay=0.0)
-    y = {"w": x.detach().clone()}
-    state = rule.init(y)
-    for batch in range(100):
-        x.grad = gradient_of(batch, x.detach())
-        mona.step()
-        y, state = rule.step(y, {"w": gradient_of(batch, y["w"])}, state, lr=0.05)
-        torch.testing.assert_close(x.detach(), y["w"], rtol=0, atol=1e-14)
-    smooth = MONA(sgd, params=[x], scale=scale, decay=0.5)
-    x.grad = torch.ones_like(x)
-    smooth.step()
-    torch.testing.assert_close(x.grad, torch.full_like(x, 1 + 0.5 * scale))
-
-
-def test_snoo_moves_the_iterate_of_transport():
-    """Every outer step is one of x."""
-    x = start()
-    mars = marsopt.MARS(
-        [x], lr=0.05, correction="transport", gamma=0.2, optimize_1d=True, compile=False
-    )
-    snoo = SNOO(mars, lr=0.7, momentum=0.3, every=3)
-    slow, b = torch.zeros_like(x), torch.zeros_like(x)
-    for step in range(1, 10):
-        x.grad = gradient_of(step, x.detach())
-        if step % 3:
-            snoo.step()
-            continue
-        plain = copy.deepcopy(mars)
-        (p,) = plain.param_groups[0]["params"]
-        p.grad = x.grad.clone()
-        plain.step()
-        plain.eval()
-        b = 0.3 * b + slow - p.detach()
-        slow = slow - 0.7 * (slow - p.detach() + 0.3 * b)
-        snoo.step()
-        snoo.eval()
-        torch.testing.assert_close(x.detach(), slow, rtol=0, atol=1e-12)
-        snoo.train()
-
-
-@pytest.mark.parametrize("fast, slow, weight", [(0.9, 0.98, 0.5), (0.95, 0.95, 0.4)])
-def test_momentum_at_the_points_ahead_has_no_lag(fast, slow, weight):
-    """Of a quadratic, whatever the trajectory: the study's two averages."""
-    a, b, rho = lookahead(fast, slow, weight)
-    torch.manual_seed(0)
-    x = torch.randn(3000, 3, dtype=torch.float64).cumsum(0)
-    e = m = s = torch.zeros(3, dtype=torch.float64)
-    for before, now in zip(x, x[1:], strict=False):
-        e = rho * e + (1 - rho) * (now - before)
-        g = now + a * (now - before) + b * e
-        m, s = fast * m + (1 - fast) * g, slow * s + (1 - slow) * g
-    assert ((1 - weight) * m + weight * s - x[-1]).abs().max() < 1e-10
-
-
-def test_the_study_of_svrg_counts_what_every_method_takes(data, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["svrg", "--quick", "--data", str(data)])
-    monkeypatch.setattr(svrg, "FIRST_LR", 0.032)
-    chosen = [m for m in svrg.METHODS if m == svrg.PLAIN or m.decays]
-    monkeypatch.setattr(svrg, "METHODS", chosen)
-    svrg.main()
-    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
-    counts = {cells[0]: cells[2] for cells in lines if len(cells) > 2}
-    num_steps = svrg.QUICK.epochs * svrg.QUICK.num_batches
-    for method in chosen:  # svrg: of a batch, at the snapshot, and the full one
-        times = 3 if method.correction == "svrg" else 1
-        assert int(counts[method.title]) == times * num_steps
-
-
-def test_correlations_need_a_study_of_the_plain_loop(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["correlations", "small", "Adam"])
-    with pytest.raises(UserError, match="and one of its methods .NAdamW; transport"):
-        correlations.main()
-
-
 # ---- a step as one graph -------------------------------------------------------------
 
 
-@pytest.fixture
-def graphed(setting):
-    """Runs of the test's setting, by contender and seed."""
-    texts = captured.texts(setting)
-
-    def made(title, seed=0):
-        recipe = captured.CONTENDERS[title].recipe | {"lr": 0.01}
-        return captured.Captured(setting, recipe, seed, texts)
-
-    return made
+RECIPES = {
+    "Moonlight, log time": warm_up.CONTENDERS[warm_up.GROWING][0] | dict(lr=0.01),
+    "NAdamW": warm_up.CONTROLS["NAdamW"][0] | dict(lr=0.01, warmup=0.0),
+}
 
 
-@pytest.mark.parametrize("title", ["for_model", "Moonlight, log time", "NAdamW"])
-def test_a_run_of_graphs_is_that_of_the_plain_loop(title, setting):
-    run = Run(captured.CONTENDERS[title].recipe | {"lr": 0.01}, 1)
-    found = graphs.train_run(setting, run)["curve"]
-    curve = train(setting, run.recipe, run.seed)["curve"]
-    assert [step for step, _ in found] == [step for step, _ in curve]
-    for (_, ours), (_, other) in zip(found, curve, strict=True):
+@pytest.mark.parametrize("title", RECIPES)
+def test_a_run_of_graphs_is_that_of_the_plain_loop(title, setting, monkeypatch):
+    """Also where it pauses for others."""
+    monkeypatch.setattr(graphs.Captured, "PAUSE", 3)
+    training = graphs.Captured(setting, Run(RECIPES[title], 1))
+    turns = 1
+    while (found := training.go_on()) is None:
+        turns += 1
+    curve = train(setting, RECIPES[title], 1)["curve"]
+    assert turns == 3 and [step for step, _ in found["curve"]] == [4, 8]
+    for (_, ours), (_, other) in zip(found["curve"], curve, strict=True):
         assert ours == pytest.approx(other, rel=1e-5)
 
 
-def test_processes_share_a_study_each_a_method(setting, tmp_path, monkeypatch, capsys):
-    """What a second call finds claimed it leaves; without claims nothing is left."""
-    methods = {
-        title: Method(captured.CONTENDERS[title].recipe | {"lr": 0.01}, num_seeds=2)
-        for title in ("Moonlight", "NAdamW")
-    }
-    methods["SOAP-Muon"] = Method(dict(rule="soap-muon", lr=0.01))  # refreshes
+def test_processes_share_a_study_each_a_run(setting, tmp_path, monkeypatch, capsys):
+    """What another one has claimed a second call leaves; without claims nothing is
+    left.
+    """
+    methods = {t: Method(recipe, num_seeds=2) for t, recipe in RECIPES.items()}
+    methods["SOAP-Muon"] = Method(dict(rule="soap-muon", lr=0.01), num_seeds=1)
     study = Study(title="any", setting=setting, methods=methods)
     monkeypatch.setattr(graphs, "named", lambda name, module: study)
     store = tmp_path / "store.jsonl"
     words = ["graphs", "any", "--store", str(store), "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", [*words, "--methods", "NAdamW"])
 
-    def call():
+    def call(*more):
+        monkeypatch.setattr(sys, "argv", [*words, *more])
         graphs.main()
         return [line.split()[1] for line in capsys.readouterr().out.splitlines()]
 
-    assert call() == ["NAdamW"] * 2 + ["Moonlight"] * 2
-    assert call() == []
-    shutil.rmtree(store.with_suffix(".claims"))
+    other = graphs.Wanted(store, {"any": study}, ["NAdamW"], "cpu")
+    name, _, first = other.next(math.inf)
+    assert call("--methods", "SOAP-Muon") == ["soap-muon"]
+    own = graphs.Wanted(store, {"any": study}, device="cpu")
+    runs = [own.next(math.inf)[2] for _ in range(3)]
+    assert first.key not in {run.key for run in runs}
+    assert own.next(math.inf) is None and not own.is_over  # four are not there yet
+    store.with_suffix(".claims").unlink()
+    graphs.train_all([own], [None, None], math.inf)
+    assert own.is_over and len(capsys.readouterr().out.splitlines()) == 4
     assert call() == []
     losses = Store(store, "any").losses
-    assert all(not study.wanted(title, losses) for title in ("Moonlight", "NAdamW"))
+    assert not any(study.wanted(title, losses) for title in methods)
 
 
-@pytest.mark.parametrize("title", captured.CONTENDERS)
-def test_a_replay_is_the_next_step(title, graphed, setting):
-    """Also after a validation, which transport takes at other weights."""
-    eager, replayed = graphed(title), graphed(title)
+def test_what_a_graph_cannot_hold_a_gpu_leaves(setting, tmp_path):
+    recipes = (dict(rule="soap-muon"), dict(rule="torch-muon"))
+    recipes += (dict(rule="mars-adamw", correction="exact"),)
+    methods = {str(i): Method(recipe, num_seeds=1) for i, recipe in enumerate(recipes)}
+    study = Study(title="any", setting=setting, methods=methods)
+    wanted = graphs.Wanted(tmp_path / "store.jsonl", {"any": study}, device="cuda")
+    assert wanted.next(math.inf) is None and wanted.is_over
+
+
+@pytest.mark.parametrize("title", RECIPES)
+def test_a_replay_is_the_next_step(title, setting):
+    """Also after a validation."""
+    eager, replayed = (graphs.Captured(setting, Run(RECIPES[title], 0)) for _ in "ab")
     for run in eager, replayed:
         for _ in range(3):
             run.advance()
@@ -701,58 +501,10 @@ def test_a_replay_is_the_next_step(title, graphed, setting):
     assert eager.validate() == replayed.validate()
 
 
-def test_contenders_of_a_seed_see_the_same_windows(graphed):
-    first = [graphed(title) for title in captured.CONTENDERS] + [graphed("NAdamW", 1)]
+def test_contenders_of_a_seed_see_the_same_windows(setting):
+    every = [(recipe, 0) for recipe in RECIPES.values()] + [(RECIPES["NAdamW"], 1)]
+    first = [graphs.Captured(setting, Run(*run)) for run in every]
     for run in first:
         run.advance()
     *losses, other = (run.losses[0].item() for run in first)
     assert len(set(losses)) == 1 and other != losses[0]
-
-
-def test_a_later_call_runs_what_is_left(data, tmp_path, monkeypatch, capsys):
-    chosen = {title: captured.CONTENDERS[title] for title in ("Moonlight", "NAdamW")}
-    monkeypatch.setattr(captured, "CONTENDERS", chosen)
-    words = ["--data", str(data), "--out", str(tmp_path), "--miniature", "--only", "B"]
-
-    def call(*more):
-        captured.main([*words, *more])
-        return capsys.readouterr().out
-
-    assert "no time for" in call("--minutes", "0")
-    assert not (tmp_path / "runs.jsonl").exists()
-    assert call().count("tokens/s") == 4 + 1  # runs, and the head of the table
-    store = (tmp_path / "runs.jsonl").read_bytes()
-    lines = store.splitlines(keepends=True)
-    runs = [json.loads(line)["run"] for line in lines]
-    assert [(r["contender"], r["seed"]) for r in runs] == [
-        ("Moonlight", 0), ("NAdamW", 0), ("Moonlight", 1), ("NAdamW", 1)
-    ]  # fmt: skip
-    assert call().count("tokens/s") == 1
-    (tmp_path / "runs.jsonl").write_bytes(b"".join(lines[:3]) + lines[3][:20])
-    assert call().count("tokens/s") == 2
-    again = captured.stored(tmp_path)
-    assert [line["run"] for line in again] == runs
-    assert again[3]["curve"] == json.loads(lines[3])["curve"]
-
-
-def test_without_a_gpu_the_full_size_is_refused(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="got no GPU"):
-        captured.main(["--data", str(data), "--out", str(tmp_path)])
-
-
-def test_the_full_size_is_that_of_the_10_6m_study():
-    """But for the vocabulary, and what fits one pass."""
-    full = {p.horizon: p.setting for p in captured.plan("nowhere")}
-    study = studies.ten_million().setting
-    own = ("data", "vocab_size", "micro_batch", "held_out", "points")
-    assert {
-        k for k, v in asdict(full["A"]).items() if asdict(study)[k] != v
-    } == {*own}  # fmt: skip
-    tokens = {h: s.steps * s.batch * s.seq_len for h, s in full.items()}
-    assert tokens["B"] == tokens["C"] == 16 * tokens["A"] == 209_715_200
-    for setting in full.values():
-        assert setting.per_pass * setting.seq_len <= captured.PASS_TOKENS
-        assert setting.batch % setting.per_pass == 0
-    first = [p.title for p in captured.plan("nowhere")][:5]
-    assert first == list(captured.CONTENDERS)

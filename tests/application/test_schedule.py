@@ -87,7 +87,7 @@ def test_rates_of_all_groups(options, want):
     [
         ("tiny_mars_adamw", 2.5e-3, 0.1),
         ("tiny_mars_adamw", 4e-4, 0.1),  # below the recipe's own last learning rate
-        ("tiny_moonlight_transport", 0.05, 0.1),
+        ("tiny_moonlight", 0.05, 0.1),
         ("small_mars_adamw", 2e-3, 3e-5 / 6e-3),
         ("large_lion", 1e-3, 1e-5 / 3 / 6.67e-5),
     ],

@@ -20,10 +20,7 @@ def ns5(m, eps=5e-10):
 
 
 class Oracle:
-    """One tensor under one algorithm; call step(g, lr, h=None) for each gradient, which
-    with transport belongs to the point that the last step returned. With SVRG h is the
-    batch's gradient at a snapshot, and anchor(mu) tells the full gradient there.
-    """
+    """One tensor under one algorithm; call step(g, lr, h=None) for each gradient."""
 
     def __init__(
         self,
@@ -38,8 +35,6 @@ class Oracle:
         clip=1.0,
         amsgrad=False,
         epsilon_hat=False,
-        transport=False,
-        svrg=False,
         sides="both",
         frequency=10,
         max_dim=10_000,
@@ -61,8 +56,6 @@ class Oracle:
             amsgrad,
             epsilon_hat,
         )
-        self.transport = transport
-        self.svrg, self.mu = svrg, 0.0
         self.sides, self.frequency, self.max_dim = sides, frequency, max_dim
         self.cautious, self.delta, self.w = cautious, delta, w
         self.t = 0
@@ -70,9 +63,6 @@ class Oracle:
         self.v = np.zeros_like(self.x)
         self.v_max = np.zeros_like(self.x)
         self.last = np.zeros_like(self.x)
-
-    def anchor(self, mu):
-        self.mu = np.array(mu, dtype=np.float64)
 
     def decays(self, t):
         """Log time (ADANA, arXiv 2602.05298): both decays are t/(t + delta)."""
@@ -103,10 +93,8 @@ class Oracle:
         self.g = np.array(g, dtype=np.float64)
         h = self.last if h is None else np.array(h, dtype=np.float64)
         self.last = self.g
-        if not self.kind.startswith("mars") or self.transport:
+        if not self.kind.startswith("mars"):
             return self.g
-        if self.svrg:
-            return self.g - self.gamma * (h - self.mu)
         return self.g + self.k * (self.g - h)
 
     def clipped(self, c, norm):
@@ -115,10 +103,7 @@ class Oracle:
         return c / norm * self.clip
 
     def advance(self, c, lr):
-        before = self.x
         getattr(self, self.kind.replace("-", "_"))(c, lr)
-        if self.transport:
-            return self.x + self.k * (self.x - before)
         return self.x
 
     def move(self, step, lr):

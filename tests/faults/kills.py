@@ -39,10 +39,6 @@ TOUCHES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir
 CORRECTIONS = {
     "approximate": (),
     "exact": ("--optimizer.correction", "exact"),
-    "transport": (
-        *("--optimizer.correction", "transport", "--optimizer.gamma", "0.1"),
-        *("--optimizer.gamma-1d", "0.2", "--optimizer.gamma-decay", "with_lr"),
-    ),
 }
 
 

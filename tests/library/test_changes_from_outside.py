@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import marsopt
 from marsopt import MARS
-from marsopt.optim.groups import config_fingerprint
+from marsopt.optim.groups import configuration
 from tests.library.test_optimizer import (
     LR,
     SHAPES,
@@ -45,9 +45,8 @@ def keys(optimizer, p):
         (dict(mars_type="mars-lion"), dict(mars_type="mars-adamw")),
         (dict(amsgrad=True), dict(amsgrad=False)),
         (dict(mars_type="mars-m"), dict(mars_type="mars-m", clip=None)),
-        (dict(optimize_1d=True), dict(optimize_1d=False)),
     ],
-    ids=["wider", "narrower", "amsgrad", "clip", "optimize_1d"],
+    ids=["wider", "narrower", "amsgrad", "clip"],
 )
 def test_a_state_dict_brings_its_structure_and_loses_nothing(saved, into):
     """6: what the saved hyperparameters need is loaded, not made anew as zeros."""
@@ -75,7 +74,7 @@ def test_a_refused_load_changes_nothing():
     before = copy.deepcopy(optimizer.state_dict())
     bad = copy.deepcopy(before)
     bad["param_groups"][0]["lr"] = -1.0
-    for state_dict, message in ((theirs.state_dict(), "another"), (bad, "lr=-1.0")):
+    for state_dict, message in ((theirs.state_dict(), "groups"), (bad, "lr=-1.0")):
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(state_dict)
         after = optimizer.state_dict()
@@ -404,7 +403,7 @@ def test_exact_mode_under_a_grad_scaler():
 # ---- inference mode and narrow dtypes ------------------------------------------------
 
 
-@pytest.mark.parametrize("correction", ["approximate", "exact", "transport"])
+@pytest.mark.parametrize("correction", ["approximate", "exact"])
 def test_under_inference_mode_an_optimizer_is_built_and_loaded_as_outside(correction):
     a, b = twins(*SHAPES)
     kw = dict(lr=LR, correction=correction)
@@ -415,8 +414,6 @@ def test_under_inference_mode_an_optimizer_is_built_and_loaded_as_outside(correc
         two = eager(b[:1], **kw)
         two.add_param_group(dict(params=b[1:]))
         two.load_state_dict(copy.deepcopy(one.state_dict()))
-        two.eval()
-        two.train()
     with torch.no_grad():
         for p, q in zip(a, b, strict=True):
             q.copy_(p)
@@ -477,7 +474,6 @@ def test_a_frozen_parameter_may_be_anything(kind, mars_type):
     for one, params in ((alone, a), (optimizer, b)):
         run(one, params, 1, 2)
     equal(a, b)
-    assert [p for p, _ in optimizer.iterates()] == [still[0], still[1], *b, still[2]]
     assert float(optimizer.grad_norm) == float(alone.grad_norm)
     if kind != "meta":
         for p in still:
@@ -556,7 +552,7 @@ def test_a_subclass_that_is_no_dtensor_has_words_of_its_own():
         ("betas", 0.9, "expected a pair"),
         ("weight_decay", None, "got weight_decay=None"),
         ("gamma", None, "got gamma=None"),
-        ("base_lr", -1.0, "got base_lr=-1.0"),
+        ("lr_ratio", -1.0, "got lr_ratio=-1.0"),
         ("lr", None, "got lr=None"),
         ("lr", torch.tensor([1.0, 2.0]), r"got lr of shape \(2,\)"),
         ("clip", 0.0, "got clip=0.0"),
@@ -590,7 +586,7 @@ MESSAGES = [message for _, message in NO_NUMBERS]
 
 
 @pytest.mark.parametrize(("value", "message"), NO_NUMBERS, ids=MESSAGES)
-@pytest.mark.parametrize("key", ["lr", "eps", "weight_decay", "gamma", "lr_1d", "clip"])
+@pytest.mark.parametrize("key", ["lr", "eps", "weight_decay", "gamma", "clip"])
 def test_what_is_no_number_is_refused_by_all_doors(key, value, message):
     params, x = parameters((2, 2), (2,)), [torch.ones(2, 2)]
 
@@ -694,12 +690,13 @@ def test_betas_are_any_sequence_of_two(betas, name, door):
         optimizer = eager([{"params": a, **common, **other, name: betas}], lr=0.5)
     else:
         optimizer = eager(a, **common)
+    number = int(name == "betas_1d")  # of the group with the vector
     if door == "loaded":
         saved = optimizer.state_dict()
-        saved["param_groups"][0][name] = betas
+        saved["param_groups"][number]["betas"] = betas
         optimizer.load_state_dict(saved)
     elif door == "set":
-        optimizer.param_groups[0][name] = betas
+        optimizer.param_groups[number]["betas"] = betas
     for each, mine in ((optimizer, a), (twin, b)):
         run(each, mine, 2)
     equal(a, b)
@@ -810,8 +807,7 @@ def test_a_learning_rate_that_is_not_finite_in_a_compiled_loop(value):
 @pytest.mark.parametrize("shape", [(3, 2), (3,)], ids=["matrix", "vector"])
 def test_a_step_and_its_state_are_under_vmap(mars_type, shape):
     """States hold no None, which is no leaf that vmap takes."""
-    own = dict(correction="transport", gamma=0.1, ns_dtype=torch.float32)
-    rule = marsopt.mars(mars_type=mars_type, **own)
+    rule = marsopt.mars(mars_type=mars_type, ns_dtype=torch.float32)
     x, g = {"w": torch.ones(shape)}, torch.randn(2, *shape)
 
     def step(g, state):
@@ -827,7 +823,7 @@ def test_a_step_and_its_state_are_under_vmap(mars_type, shape):
 
 def test_a_state_dict_that_is_refused_changes_nothing():
     """That of another rule, too, whose moments ours would have to start with."""
-    kw = dict(lr=0.1, correction="transport")
+    kw = dict(lr=0.1)
     for kind in (dict(mars_type="lion"), dict(mars_type="adamw"), {"amsgrad": True}):
         kind = {"mars_type": "adamw"} | kw | kind
         params, others = parameters((2, 3)), parameters((2, 3))
@@ -847,29 +843,12 @@ def test_loading_ones_own_state_moves_nothing():
     """Whatever may move into a stack by then."""
     params = [nn.Parameter(torch.randn(3, 3)) for _ in range(16)]
     held = [p.detach() for p in params]
-    kw = dict(lr=0.1, mars_type="moonlight", correction="transport", gamma=0.1)
-    optimizer = eager(params, **kw)
+    optimizer = eager(params, lr=0.1, mars_type="moonlight")
     run(optimizer, params, 1)
-    before = [x.clone() for _, x in optimizer.iterates()]
+    before = [p.detach().clone() for p in params]
     del held
     optimizer.load_state_dict(optimizer.state_dict())
-    equal([x for _, x in optimizer.iterates()], before)
-
-
-def test_transport_in_groups_of_two_dtypes_is_that_of_each():
-    dtypes = torch.float32, torch.float64
-    alone = [parameters((3,), dtype=dtype)[0] for dtype in dtypes]
-    together = copy.deepcopy(alone)
-    kw = dict(lr=0.1, mars_type="adamw", correction="transport")
-    optimizers = [eager([p], **kw) for p in alone]
-    both = eager([{"params": [p]} for p in together], **kw)
-    for _ in range(2):
-        for params in (alone, together):
-            for p in params:
-                fill([p], 0)
-        for optimizer in (*optimizers, both):
-            optimizer.step()
-    equal(together, alone)
+    equal(params, before)
 
 
 def test_a_threshold_in_a_tensor_changes_where_it_is():
@@ -882,38 +861,15 @@ def test_a_threshold_in_a_tensor_changes_where_it_is():
     assert float(optimizer.describe().scalars[-1]) == 0.5
 
 
-@pytest.mark.parametrize("mars_type", ["moonlight", "mars-lion", "normuon"])
-def test_a_key_of_another_optimizer_is_not_read(mars_type, caplog):
-    params = parameters((2, 2))
-    foreign = dict(momentum=0.5, beta2=0.5)
-    optimizer = eager([dict(params=params, **foreign)], lr=0.1, mars_type=mars_type)
-    run(optimizer, params, 2)
-    assert "'momentum', which MARS does not read" in caplog.text
-
-
-@pytest.mark.parametrize("key", ["momentum", "wd", "beta1", "my_key"])
-def test_a_key_written_between_steps_is_named_once(key, caplog):
-    first, second = parameters((2, 2), (3, 2))
-    optimizer = eager([dict(params=[first]), dict(params=[second])], lr=0.1)
-    for i in range(3):
-        run(optimizer, [first, second], 1)
-        optimizer.param_groups[1][key] = 0.5 + i
-    said = [r for r in caplog.records if f"{key!r}, which MARS" in r.getMessage()]
-    assert len(said) == 1
-    optimizer.param_groups[0]["initial_lr"] = 0.1  # a scheduler's
-    run(optimizer, [first, second], 1)
-    assert "initial_lr" not in caplog.text
-
-
 def test_ranks_do_not_compare_tensors_by_their_text():
     """Which on a GPU has the number of the rank's device."""
     texts = set()
     for decay in (torch.tensor(0.1), torch.tensor(0.1, dtype=torch.float64), 0.1):
         optimizer = eager(parameters((2, 2)), lr=0.1, weight_decay=decay)
         texts.add(
-            config_fingerprint(optimizer.param_groups, dict(inherited={"lr": decay}))
+            str(configuration(optimizer.param_groups, dict(inherited={"lr": decay})))
         )
-    assert len(texts) == 2 and all("dtype" not in text for text in texts)
+    assert len(texts) == 2 and all("dtype=" not in text for text in texts)
 
 
 def test_a_group_lacks_what_it_needs():
@@ -975,19 +931,15 @@ def test_overflow_of_the_square_is_named():
         optimizer.step()
 
 
-@pytest.mark.parametrize("correction", [None, "transport"])
-def test_a_rule_with_new_debiased_moments_starts_with_its_steps(correction):
+def test_a_rule_with_new_debiased_moments_starts_with_its_steps():
     torch.manual_seed(0)
     p = torch.nn.Parameter(torch.zeros(8, 8))
-    optimizer = MARS(
-        [p], mars_type="lion", lr=1e-2, correction=correction, compile=False
-    )
+    optimizer = MARS([p], mars_type="lion", lr=1e-2, compile=False)
     for step in range(22):
         if step == 20:
             optimizer.param_groups[0]["mars_type"] = "adamw"
-        before = {q: x.clone() for q, x in optimizer.iterates()}
+        before = p.detach().clone()
         p.grad = torch.randn(8, 8)
         optimizer.step()
-    after = dict(optimizer.iterates())
-    assert (after[p] - before[p]).abs().max() < 0.05  # it was more than one
+    assert (p - before).abs().max() < 0.05  # it was more than one
     assert float(optimizer.state[p]["step"]) == 2

@@ -64,7 +64,6 @@ def same(between=lambda optimizer, step, batch: None, schedule=example.schedule)
     ends = []
     for start in (eager, taped):
         model, optimizer = run(start, schedule, between)
-        optimizer.eval()
         ends.append((copies(model.parameters()), optimizer.num_skipped))
     (a, skipped), (b, skipped_too) = ends
     return all(map(torch.equal, a, b)) and skipped == skipped_too
@@ -72,17 +71,6 @@ def same(between=lambda optimizer, step, batch: None, schedule=example.schedule)
 
 def test_replays_are_the_next_steps(both_layouts):
     assert same()
-
-
-def test_validation_between_replays(both_layouts):
-    seen = []
-
-    def validate(optimizer, step, batch):
-        seen.append(step)
-        optimizer.eval()
-        optimizer.train()
-
-    assert same(validate) and len(seen) == 16
 
 
 def test_a_norm_that_is_set_between_replays_is_read():
@@ -165,7 +153,7 @@ def test_groups_of_one_rule_have_rates_of_their_own():
 
 def by_numbers(optimizer, step):
     for group in optimizer.param_groups:
-        group["lr"] = group["base_lr"] * (1 - step / 10)
+        group["lr"] = 1e-3 * (1 - step / 10)
 
 
 def by_new_tensors(optimizer, step):
@@ -185,7 +173,6 @@ def test_numbers_and_new_tensors_are_frozen(schedule):
 
 def test_loading_exchanges_the_rate_that_a_graph_reads_and_keeps_the_state():
     model, optimizer = run(eager)
-    optimizer.eval()
     rate, state = optimizer.param_groups[0]["lr"], optimizer.state[model[0].weight]
     address = state["step"].data_ptr()
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))

@@ -143,11 +143,11 @@ CHANGES = [
 ]
 
 
-def steps_as_an_eager_one(correction, changes):
+def steps_as_an_eager_one(changes):
     """Compare after each step; a change is made before it, or None."""
     mine, others = parameters(), parameters()
     pairs = [
-        (p, MARS(p, lr=1e-2, max_norm=1.0, correction=correction, compile=compile))
+        (p, MARS(p, lr=1e-2, max_norm=1.0, compile=compile))
         for p, compile in ((mine, True), (others, False))
     ]
     for seed, change in enumerate(changes):
@@ -164,14 +164,14 @@ def steps_as_an_eager_one(correction, changes):
     "change", [half_of_them, missing, moved, shifted, with_a_graph]
 )
 def test_a_first_step_on_whatever_tensors_is_an_eager_one(change):
-    steps_as_an_eager_one("approximate", [change, None, None])
+    steps_as_an_eager_one([change, None, None])
 
 
 # so few that Dynamo's limit on graphs of one function is not reached
 @pytest.mark.parametrize("changes", [CHANGES[:5], CHANGES[5:]], ids=["some", "others"])
 def test_whatever_tensors_it_meets_later_it_steps_as_an_eager_one(changes):
     amid = [step for change in changes for step in (change, None)]
-    steps_as_an_eager_one("transport", [None, None, *amid])
+    steps_as_an_eager_one([None, None, *amid])
 
 
 @of_dynamo
@@ -295,10 +295,9 @@ def sweep(params, **options):
 
 
 @of_dynamo
-@pytest.mark.parametrize("correction", ["approximate", "transport"])
-def test_the_next_optimizer_of_these_shapes_compiles_nothing(correction):
+def test_the_next_optimizer_of_these_shapes_compiles_nothing():
     """Whatever its hyperparameters are, and whether the one before is still there."""
-    options = dict(max_norm=1.0, correction=correction)
+    options = dict(max_norm=1.0)
     assert num_compiled(lambda: sweep(parameters(), **options)) > 0
     theirs, ours = parameters(), parameters()
     numbers = dict(lr=1e-2, betas=(0.8, 0.99), weight_decay=0.1, gamma=0.05)
@@ -340,7 +339,7 @@ def test_other_tensors_have_graphs_of_their_own(other):
 def test_an_optimizer_that_is_gone_leaves_no_tensor():
     """Its graphs stay, for the next one."""
     params = parameters(2)
-    optimizer = MARS(params, correction="transport", compile=True)
+    optimizer = MARS(params, compile=True)
     for seed in range(2):
         gradients(params, seed)
         optimizer.step()
@@ -350,7 +349,7 @@ def test_an_optimizer_that_is_gone_leaves_no_tensor():
     del params, optimizer, tensors
     gc.collect()
     assert not [ref for ref in alive if ref() is not None]
-    assert num_compiled(lambda: sweep(parameters(2), correction="transport")) == 0
+    assert num_compiled(lambda: sweep(parameters(2))) == 0
 
 
 @of_dynamo

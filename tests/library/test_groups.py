@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from torch import nn
 
 import marsopt
 from marsopt import MARS, REGISTRY
-from marsopt.optim.advice import once_per_process
 
 MATRIX, VECTOR = (6, 4), (5,)
 ELEMENTWISE = [n for n, rule in REGISTRY.items() if rule.fallback == "itself"]
@@ -80,26 +77,139 @@ def test_the_decay_groups_of_a_nanogpt_script_are_those_of_adamw():
     torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
 
 
-def test_values_for_vectors_win_over_those_for_everything():
-    (vector,) = parameters(VECTOR)
-    group = {"params": [vector], "lr": 0.1, "lr_1d": 0.02, "weight_decay": 0.5}
-    optimizer = mars([group | {"weight_decay_1d": 0.25}], lr=0.3)
-    found = optimizer.param_groups[0]
-    assert (found["lr_1d"], found["weight_decay_1d"]) == (0.02, 0.25)
-    assert found["betas_1d"] == (0.9, 0.95)  # the group has not said betas
-    before = vector.detach().clone()
-    walk(optimizer, [vector], 1)
-    moved = (vector.detach() - (1 - 0.02 * 0.25) * before).abs()
-    torch.testing.assert_close(moved, torch.full(VECTOR, 0.02), rtol=1e-5, atol=0)
+def row(group):
+    """Rule, learning rate, betas, decay and shapes of a param group."""
+    numbers = group["lr"] * group["lr_ratio"], group["betas"], group["weight_decay"]
+    return group["mars_type"], *numbers, [tuple(p.shape) for p in group["params"]]
 
 
-def test_the_constructors_values_stay_for_groups_that_say_nothing():
-    """The authors' defaults among them."""
-    (a, b) = parameters(VECTOR, VECTOR)
-    groups = [{"params": [a]}, {"params": [b], "lr": 1e-4}]
-    silent, said = mars(groups, lr=6e-3, lr_1d=1e-3).param_groups
-    assert (silent["lr_1d"], silent["weight_decay_1d"]) == (1e-3, 0.1)
-    assert (said["lr_1d"], said["weight_decay_1d"]) == (None, 0.1)
+AUTHORS, OWN = ("mars-adamw", 0.1, (0.95, 0.99), 0.0), ("adamw", 3e-3, (0.9, 0.95), 0.1)
+SAID = {"lr": 0.2, "betas": (0.5, 0.6), "weight_decay": 0.7}
+FOR_VECTORS = dict(lr_1d=0.02, betas_1d=(0.7, 0.8), weight_decay_1d=0.25)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "want"),
+    [
+        ({}, {}, [AUTHORS, OWN]),
+        ({}, FOR_VECTORS, [AUTHORS, ("adamw", 0.02, (0.7, 0.8), 0.25)]),
+        (SAID, {}, [("mars-adamw", *SAID.values()), ("adamw", *SAID.values())]),
+        (
+            SAID,
+            FOR_VECTORS,
+            [("mars-adamw", *SAID.values()), ("adamw", *SAID.values())],
+        ),
+        (
+            SAID | FOR_VECTORS,
+            {},
+            [("mars-adamw", *SAID.values()), ("adamw", 0.02, (0.7, 0.8), 0.25)],
+        ),
+        ({}, dict(base_lr=0.3), [AUTHORS, ("adamw", 3e-3 / 3, (0.9, 0.95), 0.1)]),
+        ({}, dict(optimize_1d=True), [AUTHORS]),
+        ({}, dict(mars_type="adamw"), [("adamw", 0.1, (0.9, 0.999), 0.01)]),
+        (
+            {},
+            dict(mars_type="lion", lr_1d=0.05),
+            [("lion", 0.1, (0.9, 0.99), 0.0), ("lion", 0.05, (0.9, 0.99), 0.0)],
+        ),
+        (
+            {},
+            dict(mars_type="mars-m", optimize_1d=True),
+            [("mars-m", *AUTHORS[1:]), ("mars-adamw", *AUTHORS[1:])],
+        ),
+        (
+            {},
+            dict(mars_type="moonlight", log_time=8),
+            [("moonlight", 0.1, (0.999,) * 2, 0.1), ("adamw", 0.1, (0.999,) * 2, 0.1)],
+        ),
+    ],
+)
+def test_a_given_group_becomes_one_for_each_algorithm(given, options, want):
+    """By the constructor and add_param_group; of the one kind, it makes one group."""
+    for shapes in ([VECTOR, MATRIX, VECTOR, MATRIX], [MATRIX], [VECTOR], []):
+        kinds = [[s for s in shapes if s == MATRIX], [s for s in shapes if s == VECTOR]]
+        if len(want) == 1:
+            kinds = [shapes]
+        elif not shapes:
+            kinds = [[]]
+        rows = [(*w, k) for w, k in zip(want, kinds, strict=False) if k or not shapes]
+        params = parameters(*shapes)
+        first = parameters(MATRIX)
+        optimizer = mars(first, lr=0.1, **options)
+        num = len(optimizer.param_groups)
+        optimizer.add_param_group({"params": params, "mine": 3, **given})
+        found = optimizer.param_groups[num:]
+        assert [row(group)[-1] for group in found] == [r[-1] for r in rows]
+        assert [row(group)[0] for group in found] == [r[0] for r in rows]
+        for group, expected in zip(found, rows, strict=True):
+            assert row(group)[1] == pytest.approx(expected[1])
+            assert row(group)[2:4] == expected[2:4]
+            assert group["mine"] == 3
+        keys = set().union(*found)
+        assert not keys & {"base_lr", "optimize_1d", *FOR_VECTORS, "nesterov_1d"}
+
+
+def test_names_stay_with_their_tensors():
+    named_params = [(f"p{i}", p) for i, p in enumerate(parameters(VECTOR, MATRIX))]
+    matrices, rest = mars(named_params).param_groups
+    assert (matrices["param_names"], rest["param_names"]) == (["p1"], ["p0"])
+
+
+@pytest.mark.parametrize("key", ["lr_1d", "betas_1d", "base_lr", "optimize_1d"])
+def test_a_value_for_vectors_that_is_written_later_is_an_error(key):
+    params = parameters(MATRIX, VECTOR)
+    optimizer = mars(params)
+    optimizer.param_groups[0][key] = None
+    with pytest.raises(ValueError, match=f"{key}.* where a group is added"):
+        walk(optimizer, params, 1)
+
+
+def test_a_matrix_rule_in_a_group_of_vectors_is_an_error():
+    params = parameters(MATRIX, VECTOR)
+    optimizer = mars(params)
+    optimizer.param_groups[1]["mars_type"] = "moonlight"
+    with pytest.raises(ValueError, match="parameter 0 of group 1 of shape .5,."):
+        walk(optimizer, params, 1)
+
+
+SCHEDULES = {
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda t: 1 / (1 + t)),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=9),
+    "warm restarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(
+        o, 3
+    ),
+    "nanoGPT": None,
+}
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_write_lr_and_the_ratio_stays(name, tensor):
+    """Vectors move as in an optimizer of their own at their rate, whose learning rate
+    is written in proportion.
+    """
+    (matrix, vector), (twin,) = parameters(MATRIX, VECTOR), parameters(VECTOR)
+    twin.data.copy_(vector.data)
+    options = dict(lr=torch.tensor(0.1) if tensor else 0.1, lr_1d=0.02)
+    optimizer = mars([matrix, vector], mars_type="moonlight", **options)
+    alone = mover_of_vectors("moonlight", twin, lr=0.1, weight_decay=0.1)
+    schedule = SCHEDULES[name] and SCHEDULES[name](optimizer)
+    for t in range(6):
+        if schedule is None:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / (1 + t)
+        (group,) = alone.param_groups
+        group["lr"] = 0.2 * float(optimizer.param_groups[1]["lr"])
+        group["betas"] = optimizer.param_groups[1]["betas"]
+        walk(optimizer, [matrix, vector], 1)
+        twin.grad = vector.grad.clone()
+        alone.step()
+        if schedule is not None:
+            schedule.step()
+    torch.testing.assert_close(vector, twin, rtol=0, atol=1e-6)
+    assert isinstance(optimizer.param_groups[1]["lr"], torch.Tensor) == tensor or (
+        schedule is None
+    )
 
 
 @pytest.mark.parametrize("mars_type", REGISTRY)
@@ -114,17 +224,6 @@ def test_the_rate_betas_and_decay_of_vectors_are_never_ignored(mars_type):
     walk(mars([one], mars_type=mars_type, betas_1d=(0.5, 0.6)), [one])
     walk(mars([two], mars_type=mars_type), [two])
     assert not torch.equal(one, two)
-
-
-def test_a_value_for_vectors_may_come_and_go_between_steps():
-    """None is the group's own, in force at the next step."""
-    (a,), (b,) = parameters(VECTOR), parameters(VECTOR)
-    one, two = (mars([p], mars_type="moonlight", lr=0.1) for p in (a, b))
-    walk(one, [a], 1), walk(two, [b], 1)
-    one.param_groups[0].update(lr_1d=0.01, weight_decay_1d=0.0)
-    two.param_groups[0].update(lr=0.01, weight_decay=0.0)
-    walk(one, [a], 1), walk(two, [b], 1)
-    torch.testing.assert_close(a, b, rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("mars_type", REGISTRY)
@@ -168,44 +267,6 @@ def test_a_mistyped_name_is_answered_with_the_nearest(written, meant):
         MARS(parameters(MATRIX), mars_type=written)
 
 
-@pytest.fixture(autouse=True)
-def first_optimizer():
-    """Of this process, as far as advice goes."""
-    once_per_process.cache_clear()
-
-
-def notices(caplog):
-    return [r.message for r in caplog.records if r.levelno == logging.WARNING]
-
-
-def test_two_rates_are_said_once_where_one_was_given(caplog):
-    """Who has said lr alone hears at which rate the vectors go."""
-    optimizer = mars(parameters(MATRIX, VECTOR), lr=6e-3)
-    optimizer.add_param_group({"params": parameters(VECTOR)})
-    for _ in range(2):  # a sweep
-        mars(parameters(MATRIX, VECTOR), lr=6e-3)
-    (said,) = notices(caplog)
-    assert "lr_1d=0.003" in said and "lr=0.006" in said
-    mars(parameters(MATRIX, VECTOR), lr=7e-3)
-    assert len(notices(caplog)) == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "shapes"),
-    [
-        (dict(lr=6e-3, lr_1d=3e-3), (MATRIX, VECTOR)),
-        (dict(lr=6e-3, mars_type="moonlight"), (MATRIX, VECTOR)),
-        (dict(lr=6e-3, optimize_1d=True), (MATRIX, VECTOR)),
-        (dict(lr=6e-3), (MATRIX,)),
-        ({}, (MATRIX, VECTOR)),
-    ],
-    ids=["given", "one rate", "optimize_1d", "no vectors", "authors' defaults"],
-)
-def test_one_rate_is_no_news(caplog, options, shapes):
-    mars(parameters(*shapes), **options)
-    assert not notices(caplog)
-
-
 def test_nesterov_is_an_option_of_rules_that_have_one():
     (a,), (b,) = parameters(MATRIX), parameters(MATRIX)
     one = mars([a], mars_type="adamw", nesterov=True, lr=0.1)
@@ -235,29 +296,16 @@ def test_a_cautious_optimizer_is_so_beside_the_rule_unless_a_group_says_no(mars_
     assert cautious(own) == [True, False]
 
 
-@pytest.mark.parametrize(
-    "options", [dict(), dict(correction="transport", store_iterate=True)], ids=str
-)
-def test_a_cautious_optimizer_goes_on_from_a_state_that_lacks_the_option(options):
+def test_a_cautious_optimizer_goes_on_from_a_state_that_lacks_the_option():
     params = parameters(MATRIX, VECTOR)
-    plain = mars(params, **options)
+    plain = mars(params)
     walk(plain, params)
     saved = plain.state_dict()
     assert "cautious_weight_decay" not in saved["param_groups"][0]
-    again = mars(params, **options, cautious_weight_decay=True)
+    again = mars(params, cautious_weight_decay=True)
     again.load_state_dict(saved)
     walk(again, params)
     assert again.param_groups[0]["cautious_weight_decay"]
-
-
-def test_a_cautious_optimizer_refuses_transports_numbers():
-    """From which x follows only where the decay does not ask for its sign."""
-    params = parameters(MATRIX, VECTOR)
-    plain = mars(params, correction="transport")
-    walk(plain, params)
-    again = mars(params, correction="transport", cautious_weight_decay=True)
-    with pytest.raises(ValueError, match="of the run that saved it"):
-        again.load_state_dict(plain.state_dict())
 
 
 def test_compiled_cautious_decay_equals_eager():
@@ -285,16 +333,13 @@ def test_the_version_is_that_of_the_package():
     assert marsopt.__version__.count(".") == 2
 
 
-def test_a_rate_of_zero_in_a_tensor_is_no_base_rate():
-    """It cannot be seen without a sync that it has changed."""
-    zero = torch.tensor(0.0)
-    with pytest.raises(
-        ValueError, match="got lr=0 as a tensor .* a base learning rate"
-    ):
+@pytest.mark.parametrize("zero", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
+def test_a_rate_of_zero_is_no_base_rate(zero):
+    with pytest.raises(ValueError, match="got lr=0 with .* a base learning rate"):
         mars(parameters(VECTOR), lr=zero)
     mars(parameters(MATRIX), lr=zero)
     mars(parameters(VECTOR), lr=zero, mars_type="moonlight")
-    mars([{"params": parameters(VECTOR), "base_lr": 0.1}], lr=zero)
+    mars([{"params": parameters(VECTOR), "base_lr": 0.1, "lr_1d": 0.2}], lr=zero)
 
 
 def test_containers_and_keys_that_torch_takes():

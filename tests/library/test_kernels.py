@@ -32,7 +32,7 @@ from marsopt.step.kernels import (
     available,
     load,
 )
-from marsopt.step.printer import BLOCK, CHUNK, NUM_WARPS, STEP, print_sums, print_update
+from marsopt.step.printer import BLOCK, CHUNK, STEP, print_sums, print_update
 
 ROOT = Path(__file__).parents[2]
 TRITON = ROOT / os.environ.get("MARSOPT_TRITON", ".venv-triton")
@@ -444,7 +444,7 @@ SIZES_OF = {"BLOCK": BLOCK, "STEP": STEP, "CHUNK": CHUNK}
 WIDE = re.compile(r"(ld|st)\.global\S*\.v(?:4\.b32|2\.b64)")
 
 
-def compile_for(capability, function, scalars=F32):
+def compile_for(capability, function, num_warps, scalars=F32):
     """Return PTX, and the use of registers and stacks, without a GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -456,7 +456,7 @@ def compile_for(capability, function, scalars=F32):
     sizes = {name: size for name, size in SIZES_OF.items() if name in names}
     code = ASTSource(fn=function, signature=signature, constexprs=sizes)
     target = GPUTarget("cuda", capability, 32)
-    kernel = triton.compile(code, target=target, options={"num_warps": NUM_WARPS})
+    kernel = triton.compile(code, target=target, options={"num_warps": num_warps})
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -470,14 +470,18 @@ def compile_for(capability, function, scalars=F32):
 @compiled
 @pytest.mark.parametrize(
     ("name", "capability"),
-    [("adamw", 90), ("adamw, all options", 100), ("adamw, rounded", 80)],
+    [
+        *(("adamw", 90), ("adamw, all options", 100)),
+        *(("adamw, rounded", 80), ("adamw, float64", 90)),
+    ],
 )
 def test_compiled_update_accesses_whole_blocks_widely(name, capability):
     formula = printed(name)
     function = getattr(load(formula.source), formula.name)
-    ptx, usage = compile_for(capability, function)
+    options = formula.num_warps, formula.column_dtype
+    ptx, usage = compile_for(capability, function, *options)
     found = WIDE.findall(ptx)
-    per_access = 32 * NUM_WARPS * 16  # bytes
+    per_access = 32 * formula.num_warps * 16  # bytes
     assert found.count("ld") == formula.bytes_read * BLOCK // per_access
     assert found.count("st") == formula.bytes_written * BLOCK // per_access
     assert usage["STACK"] == usage["LOCAL"] == 0, "spills"
@@ -491,8 +495,8 @@ def test_compiled_sums_access_whole_blocks_widely():
         {"g": BF16, "h": F32},
     )
     module = load(formula.source)
-    ptx, usage = compile_for(90, getattr(module, formula.name))
-    assert WIDE.findall(ptx).count("ld") == 6 * BLOCK // (32 * NUM_WARPS * 16)
+    ptx, usage = compile_for(90, getattr(module, formula.name), formula.num_warps)
+    assert WIDE.findall(ptx).count("ld") == 6 * BLOCK // (32 * formula.num_warps * 16)
     assert usage["STACK"] == usage["LOCAL"] == 0
-    _, usage = compile_for(90, getattr(module, f"{formula.name}_totals"))
+    _, usage = compile_for(90, getattr(module, f"{formula.name}_totals"), 4)
     assert usage["STACK"] == usage["LOCAL"] == 0

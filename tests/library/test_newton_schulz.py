@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from marsopt import NewtonSchulz, newton_schulz, polar_factor
-from marsopt.rules import newton_schulz as file
 from marsopt.rules.newton_schulz import COEFFICIENTS
 
 
@@ -163,17 +162,12 @@ def test_operations_are_those_of_whole_products():
     for device in ("cpu", "cuda"):
         assert ns.on(device).num_flops(rows, cols) == want
         assert ns.on(device).num_flops(cols, rows) == want
-    by_gram = NewtonSchulz(dtype=torch.float32, gram=True)
-    long = 4 * 12 * cols**3 + 34 * cols**3
-    assert by_gram.num_flops(12 * cols, cols) == long
-    assert by_gram.num_flops(rows, cols) == 4 * rows * cols**2 + 34 * cols**3
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script")  # of jvp, whatever its class
-@pytest.mark.parametrize("gram", [False, True])
-def test_transforms_have_plain_products(gram):
+def test_transforms_have_plain_products():
     """Gradients, vmap, forward derivatives and one graph, where buffers cannot be."""
-    ns = NewtonSchulz(gram=gram, dtype=torch.float64)
+    ns = NewtonSchulz(dtype=torch.float64)
     m = torch.randn(3, 12, 5, dtype=torch.float64)
     want = ns(m)
     assert torch.autograd.gradcheck(ns, m[0].clone().requires_grad_())
@@ -189,74 +183,18 @@ def test_transforms_have_plain_products(gram):
     equal(torch.compile(ns, backend="aot_eager", fullgraph=True)(m), want)
 
 
-@pytest.mark.parametrize("shape", [(2100, 520), (520, 1200), (40, 8), (3, 30, 9)])
-def test_the_gram_form_is_the_iteration(shape):
-    m = torch.randn(shape, dtype=torch.float64)
-    want = NewtonSchulz(dtype=torch.float64)(m)
-    ns = NewtonSchulz(dtype=torch.float64, gram=True)
-    torch.testing.assert_close(ns(m), want, rtol=0, atol=1e-11)
-    got = NewtonSchulz(dtype=torch.float32, gram=True)(m.float())
-    assert float((got - want).norm() / want.norm()) < 1e-5
-    assert not ns(torch.zeros(shape)).any()
-
-
-@pytest.mark.parametrize("gram", [False, True])
 @pytest.mark.parametrize("eps", [0.0, 1e-300])
-def test_a_zero_matrix_stays_zero_without_eps(gram, eps):
-    ns = NewtonSchulz(eps=eps, gram=gram, dtype=torch.float32)
+def test_a_zero_matrix_stays_zero_without_eps(eps):
+    ns = NewtonSchulz(eps=eps, dtype=torch.float32)
     assert not ns(torch.zeros(8, 2)).any()
 
 
-def test_an_embedding_takes_the_gram_form_beside_half_precision():
-    """In float32, where that is a quarter of the operations, and no less exact."""
-    ns, long = NewtonSchulz(dtype=torch.bfloat16, gram=True), (3000, 64)
-    plain = NewtonSchulz(dtype=torch.bfloat16)
-    assert ns.num_flops(*long) < plain.num_flops(*long) / 4
-    assert ns.num_flops(800, 64) == plain.num_flops(800, 64)
-    m = torch.randn(long)
-    exact = NewtonSchulz(dtype=torch.float64)(m)
-    errors = [float((one(m) - exact).norm() / exact.norm()) for one in (ns, plain)]
-    assert errors[0] < errors[1] < 3e-2
-    assert ns.many([m])[0].dtype == torch.bfloat16
-
-
-def test_float32_stays_float32_in_the_gram_form():
-    """Whatever is said of its products elsewhere: bf16 in place of them would show."""
-    ns, m = NewtonSchulz(dtype=torch.float32, gram=True), matrix(300, 20, smallest=1e-3)
-    before, want = torch.get_float32_matmul_precision(), ns(m.float())
-    torch.set_float32_matmul_precision("medium")
-    try:
-        assert torch.equal(ns(m.float()), want)
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def test_what_is_not_said_is_chosen_by_the_device(monkeypatch, caplog):
-    ns, large = NewtonSchulz(), (3000, 64)
-    on_gpu = NewtonSchulz(dtype=torch.bfloat16, gram=False)
-    assert ns.on("cuda") == on_gpu
-    for has in (True, False):
-        found = dict(avx512_bf16=False, amx_bf16=has)
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found)
-        monkeypatch.setattr(file.platform, "machine", lambda: "x86_64")
-        file.found_dtype.cache_clear()
-        caplog.clear()
-        with caplog.at_level("INFO"):
-            dtype = torch.bfloat16 if has else torch.float32
-            assert ns.on("cpu") == NewtonSchulz(dtype=dtype, gram=True)
-            ns.on("cpu")
-            assert [r.getMessage() for r in caplog.records] == [
-                f"marsopt: Newton-Schulz on this CPU in {dtype}, which has "
-                f"{'the' if has else 'no'} instructions for bfloat16; on Gram matrices "
-                "in float32 where that is faster (ns_dtype and ns_gram say otherwise)"
-            ]
-        assert ns.many([torch.randn(large)])[0].dtype == dtype
-    file.found_dtype.cache_clear()
-    for told in (dict(dtype=torch.float16), dict(dtype=torch.float32, gram=True)):
-        own = NewtonSchulz(**told)
-        assert own.on("cpu").dtype == own.on("cuda").dtype == told["dtype"]
-        assert own.on("cpu").gram == own.on("cuda").gram == told.get("gram", False)
+def test_the_device_chooses_a_dtype_that_is_left_out():
+    for device, default in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
+        assert NewtonSchulz().on(device) == NewtonSchulz(dtype=default)
+        told = NewtonSchulz(dtype=torch.float16)
+        assert told.on(device) == told
+    assert NewtonSchulz().many([torch.randn(30, 6)])[0].dtype == torch.float32
 
 
 def test_bad_arguments():

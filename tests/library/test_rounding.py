@@ -215,7 +215,7 @@ def almost_equal(got, want, share=0.002):
 KINDS = [
     (name, kind)
     for name, rule in REGISTRY.items()
-    for kind in (("approximate", "exact", "transport") if rule.is_mars else (None,))
+    for kind in (("approximate", "exact") if rule.is_mars else (None,))
 ]
 
 
@@ -226,17 +226,14 @@ WHOLE = {b.key for b in marsopt.SOAP.keeps.values() if b.home == "owner"}
 @pytest.mark.parametrize(("mars_type", "correction"), KINDS)
 def test_every_rule_keeps_bfloat16_near_float32(mars_type, correction):
     params, state = walk(mars_type, correction, tree(0), {})
-    wide = dict(state_dtype=None, stochastic_rounding=False, store_iterate=True)
+    wide = dict(state_dtype=None, stochastic_rounding=False)
     wanted, exact = walk(mars_type, correction, tree(0), wide)
     for name, p in params.items():
         if "lion" not in mars_type:  # where rounding turns a sign, a whole step differs
             assert (p - wanted[name]).abs().max() < 5e-3
         for key, value in state[name].items():
-            if key == "lookahead":
-                assert "iterate" not in state[name]
-                continue
             whole = exact[name][key]
-            if key in ("step", "iterate", *WHOLE):
+            if key in ("step", *WHOLE):
                 assert value.dtype == torch.float32, key
                 continue
             assert value.dtype == BF16, key
@@ -298,41 +295,6 @@ def test_compiled_equals_eager():
     for name, own in state.items():
         for key in own.keys() - {"step"}:
             almost_equal(other[name][key], own[key], share=0.01)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, dict(amsgrad=True), dict(compile=True)], ids=str
-)
-def test_x_moves_by_what_the_state_keeps_and_follows_from_it(options):
-    """With transport and AdamW, so that moments of 2 bytes are all that there is."""
-    lr, decay, beta1, beta2 = 0.01, 0.1, 0.95, 0.99
-    params = {n: nn.Parameter(x) for n, x in tree(0).items() if n in ("tall", "wide")}
-    options = dict(correction="transport", gamma=0.2, weight_decay=decay) | options
-    options |= dict(lr=lr, betas=(beta1, beta2), compile=options.get("compile", False))
-    optimizer = MARS(params.values(), **options, **NARROW)
-    root = "max_exp_avg_sq" if "amsgrad" in options else "exp_avg_sq"
-    x = {p: p.detach().double() for p in params.values()}
-    for t in range(1, 41):
-        give(params, t)
-        optimizer.step()
-        for p, entry in optimizer.state.items():
-            assert "iterate" not in entry
-            m, v = entry["exp_avg"].double(), entry[root].double()
-            debiased = m / (1 - beta1**t), v / (1 - beta2**t)
-            step = debiased[0] / (debiased[1].sqrt() + 1e-8)
-            x[p] = (1 - lr * decay) * x[p] - lr * step
-    for p, found in optimizer.iterates():
-        assert (p - found).abs().max() > lr
-        # forty roundings to float32 of what is below 4: half a unit each
-        half_unit = torch.finfo(torch.float32).eps
-        torch.testing.assert_close(found.double(), x[p], rtol=0, atol=40 * half_unit)
-    y = {p: p.detach().clone() for p in x}
-    optimizer.eval()
-    for p, found in x.items():
-        torch.testing.assert_close(p.detach().double(), found, rtol=0, atol=3e-6)
-    optimizer.train()
-    for p, ahead in y.items():
-        torch.testing.assert_close(p.detach(), ahead, rtol=0, atol=3e-6)
 
 
 def test_a_skipped_step_keeps_every_bit():
@@ -415,41 +377,11 @@ def test_state_of_float32_is_loaded_rounded_to_nearest():
         assert torch.equal(own["exp_avg"], before["exp_avg"].to(BF16))
 
 
-def test_x_beside_state_that_is_loaded_rounded_is_what_it_was():
-    """The point ahead follows from it by the rounded moments."""
-    own = [nn.Parameter(x) for x in tree(0).values()]
-    new = copy.deepcopy(own)
-    options = dict(lr=0.01, gamma=0.5, correction="transport", compile=False)
-    wide, narrow = MARS(own, **options), MARS(new, **options, **NARROW)
-    for t in range(9):
-        give(dict(zip(SHAPES, own, strict=True)), t)
-        wide.step()
-    wide.eval()
-    narrow.load_state_dict(wide.state_dict())
-    with torch.no_grad():
-        torch._foreach_copy_(new, own)
-    narrow.train()
-    ahead = copy.deepcopy(new)
-    narrow.eval()
-    for x, found, y in zip(own, new, ahead, strict=True):
-        assert (y - x).abs().max() > 5e-3
-        torch.testing.assert_close(found, x, rtol=0, atol=1e-6)
-    wide.load_state_dict(narrow.state_dict())  # where nothing is rounded
-    with torch.no_grad():
-        torch._foreach_copy_(own, new)
-    for optimizer in (wide, narrow):
-        optimizer.train()
-    assert all(map(torch.equal, own, new))
-
-
 @pytest.mark.parametrize("scale", [1e25, 1e60])
 @pytest.mark.parametrize("options", [NARROW, dict(stochastic_rounding=True)], ids=len)
 def test_a_step_whose_moments_bfloat16_cannot_hold_is_skipped(scale, options):
     params = [nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))]
-    optimizer = MARS(
-        params, mars_type="adamw", lr=0.01, gamma=0.2, correction="transport",
-        compile=False, **options,
-    )  # fmt: skip
+    optimizer = MARS(params, mars_type="adamw", lr=0.01, compile=False, **options)
     params[0].grad = torch.full_like(params[0], scale)
     optimizer.step()
     assert optimizer.num_skipped == (options is NARROW)  # float64 state holds it
@@ -516,11 +448,7 @@ PLACES = {
     "two axes, one dim": ((2, 2), lambda shape: [Shard(0), Shard(0)]),
     "two axes": ((2, 2), grid),
 }
-RULES = [
-    *[("mars-adamw", None), ("mars-adamw", "transport")],
-    *[("mars-m", None), ("mars-normuon", "transport")],
-]
-NOT_ROUNDED = "step", "iterate", "lookahead"
+RULES = [("mars-adamw", None), ("mars-m", None), ("mars-normuon", None)]
 
 
 def sharded(rank, world, name, strategy):
@@ -540,7 +468,7 @@ def sharded(rank, world, name, strategy):
             y[steps] = {n: whole(p.detach()) for n, p in params.items()}
         found.append(
             {
-                n: {k: whole(v) for k, v in own.items() if k not in NOT_ROUNDED}
+                n: {k: whole(v) for k, v in own.items() if k != "step"}
                 for n, own in state.items()
             }
             | {"y": y}

@@ -33,12 +33,11 @@ def test_equals_the_oracle(name, exact, scale):
     """Six steps of the algorithm box in float64: no tolerance hides a wrong formula.
 
     (Matrix rules: the authors' eps stands beside the norm of m/(1 - beta1), ours beside
-    that of m.) A baseline has no exact form: giving it a reference is an error. SVRG
-    has no approximate one, and starts before there is an anchor.
+    that of m.) A baseline has no exact form: giving it a reference is an error.
     """
     row = ROWS[name]
     atol = 1e-7 if row.matrix_only else 1e-12
-    more = {"is_approx": False} if exact and row.exact else {}
+    more = {"is_approx": False} if exact and row.has_gamma else {}
     rule = row.rule(**more)
     x = tensors(row.names, 0, dtype=torch.float64)
     oracles = {n: Oracle(v.numpy(), **row.oracle) for n, v in x.items()}
@@ -47,17 +46,7 @@ def test_equals_the_oracle(name, exact, scale):
         lr = LR * (1 + t) / 8
         g = tensors(row.names, 1 + t, scale, torch.float64)
         h = tensors(row.names, 100 + t, scale, torch.float64) if exact else None
-        if row.anchors and not exact:
-            with pytest.raises(ValueError, match="got reference=None"):
-                rule.step(x, g, state, lr=lr)
-            return
-        if row.anchors and t in (2, 5):
-            mu = tensors(row.names, 200 + t, scale, torch.float64)
-            state = rule.anchor(x, mu, state)
-            for n in row.names:
-                oracles[n].anchor(mu[n].numpy())
-                assert torch.equal(state.buffers["snapshot"][n], x[n])
-        if exact and not (row.exact or row.anchors):
+        if exact and not row.has_gamma:
             with pytest.raises(ValueError, match="got a reference"):
                 rule.step(x, g, state, lr=lr, reference=h)
             return
@@ -82,7 +71,7 @@ def test_is_pure(row):
     given = [*x.values(), *g.values(), state.t, state.skipped]
     given += [b for tree in buffers(state).values() for b in tree.values()]
     versions, copies = [p._version for p in given], [p.clone() for p in given]
-    rule.step(x, g, state, lr=LR, **row.given(g))
+    rule.step(x, g, state, lr=LR)
     assert [p._version for p in given] == versions
     assert all(torch.equal(p, c) for p, c in zip(given, copies, strict=True))
 
@@ -99,7 +88,7 @@ def test_state_holds_what_the_rule_needs_and_no_more(row):
     assert num_full == row.buffers
     rest = len(shapes) - num_full - row.num_factors
     assert shapes.count(rows_of_x) == rest <= 1
-    if row.exact:
+    if row.has_gamma:
         exact = row.rule(is_approx=False, clip=1.0).init(x)
         assert exact.h is None
 
@@ -110,7 +99,7 @@ def test_dtypes_and_structure_are_stable(row, dtype):
     rule, x = row.rule(), tensors(row.names, 0, dtype=dtype)
     before = rule.init(x)
     g = tensors(row.names, 1, dtype=dtype)
-    new, after = rule.step(x, g, before, lr=LR, **row.given(g))
+    new, after = rule.step(x, g, before, lr=LR)
     assert all(new[n].dtype == dtype and new[n].shape == x[n].shape for n in x)
     assert type(after) is type(before)
     for name, tree in buffers(before).items():
@@ -126,20 +115,19 @@ def test_half_parameters_may_have_float32_state(row):
     x = tensors(row.names, 0, dtype=torch.bfloat16)
     state = rule.init(x)
     g = tensors(row.names, 1, dtype=torch.bfloat16)
-    new, state = rule.step(x, g, state, lr=LR, **row.given(g))
-    points = ("x", "snapshot")
-    own = [t for symbol, t in buffers(state).items() if symbol not in points]
-    assert {b.dtype for t in own for b in t.values()} == {torch.float32}
+    new, state = rule.step(x, g, state, lr=LR)
+    own = [b for tree in buffers(state).values() for b in tree.values()]
+    assert {b.dtype for b in own} == {torch.float32}
     assert {p.dtype for p in new.values()} == {torch.bfloat16}
 
 
 @rows
 def test_containers_are_alike(row):
     rule, x, g = row.rule(), tensors(row.names, 0), tensors(row.names, 1)
-    as_dict, _ = rule.step(x, g, rule.init(x), lr=LR, **row.given(g))
+    as_dict, _ = rule.step(x, g, rule.init(x), lr=LR)
     for kind in (list, tuple):
         xs, gs = kind(x.values()), kind(g.values())
-        new, state = rule.step(xs, gs, rule.init(xs), lr=LR, **row.given(gs))
+        new, state = rule.step(xs, gs, rule.init(xs), lr=LR)
         assert type(new) is kind
         assert all(
             torch.equal(a, b) for a, b in zip(new, as_dict.values(), strict=True)
@@ -155,7 +143,7 @@ P = namedtuple("P", FEW)  # noqa: PYI024  (of tensors by any name)
     "make", [marsopt.mars, partial(marsopt.rule, "mars-adamw")], ids=["two", "one"]
 )
 def test_containers_come_back_as_themselves(make, like):
-    rule = make(correction="transport")
+    rule = make()
     is_one = make is not marsopt.mars
     x, g = tensors(FEW, 0), tensors(FEW, 1)
     want, _ = rule.step(x, g, rule.init(x), lr=LR)
@@ -172,7 +160,6 @@ def test_containers_come_back_as_themselves(make, like):
         state = rule.init(xs)
         new, state = step(xs, gs, state, lr=LR)
         assert type(new) is type(xs)
-        assert type(rule.iterate(new, state)) is type(xs)
         if like == "namedtuple":
             new = new._asdict()
         elif like == "defaultdict":
@@ -200,8 +187,8 @@ def two_steps(row, x, g, lr):
     p = [x]
     for t in range(2):
         now = [g * p[0] + t]
-        p, state = rule.step(p, now, state, lr=lr, **row.given(now))
-    return rule.iterate(p, state)[0]
+        p, state = rule.step(p, now, state, lr=lr)
+    return p[0]
 
 
 @rows
@@ -234,28 +221,15 @@ def test_gradients_flow_past_a_gradient_of_zero(row, max_norm):
         if row.num_factors:  # a basis of nothing has no derivative
             zeros = zeros.detach()
         g = {"w": torch.eye(2, 3) * (not zero), "head": zeros}
-        after, state = rule.step(x, g, rule.init(x), lr=lr, **row.given(g))
-        after, _ = rule.step(after, g, state, lr=lr, **row.given(g))
+        after, state = rule.step(x, g, rule.init(x), lr=lr)
+        after, _ = rule.step(after, g, state, lr=lr)
         ends += torch.autograd.grad(
             sum(map(torch.sum, after.values())), (lr, x["head"])
         )
     assert all(torch.isfinite(end).all() for end in ends)
 
 
-def test_gradients_flow_through_an_anchor_and_a_packing():
-    rule = marsopt.rule("mars-adamw", correction="svrg", gamma=1.0, clip=None)
-
-    def moment(a):
-        x = {"w": a * torch.ones(2, dtype=torch.float64)}
-        state = rule.anchor(x, {"w": 3 * x["w"] ** 2}, rule.init(x))
-        g = {"w": x["w"] ** 2}
-        return rule.step(x, g, state, lr=0.1, reference=g)[1].m["w"].sum()
-
-    a = torch.tensor(2.0, dtype=torch.float64)
-    step = 1e-6
-    slope = (moment(a + step) - moment(a - step)) / (2 * step)
-    torch.testing.assert_close(torch.func.grad(moment)(a), slope)
-
+def test_gradients_flow_through_a_packing():
     def squares(x):
         flat = marsopt.FlatGroup.pack(x)
         return sum(stack.square().sum() for stack in flat.values())
@@ -279,10 +253,10 @@ def test_a_state_shares_nothing_with_the_parameters(row):
 @rows
 def test_one_leaf_is_as_many_leaves(row):
     rule, x, g = row.rule(), tensors(row.names, 0), tensors(row.names, 1)
-    together, _ = rule.step(x, g, rule.init(x), lr=LR, **row.given(g))
+    together, _ = rule.step(x, g, rule.init(x), lr=LR)
     for n in row.names:
         one = rule.init([x[n]])
-        alone, _ = rule.step([x[n]], [g[n]], one, lr=LR, **row.given([g[n]]))
+        alone, _ = rule.step([x[n]], [g[n]], one, lr=LR)
         torch.testing.assert_close(alone[0], together[n], rtol=0, atol=1e-6)
 
 
@@ -291,11 +265,10 @@ def test_one_leaf_is_as_many_leaves(row):
 def test_a_step_that_is_not_finite_changes_nothing(row, bad):
     rule, x = row.rule(), tensors(row.names, 0)
     g = tensors(row.names, 1)
-    x1, s1 = rule.step(x, g, rule.init(x), lr=LR, **row.given(g))
+    x1, s1 = rule.step(x, g, rule.init(x), lr=LR)
     g = tensors(row.names, 2)
-    given = row.given(g)
     g[row.names[0]][0, 0] = bad
-    x2, s2 = rule.step(x1, g, s1, lr=LR, **given)
+    x2, s2 = rule.step(x1, g, s1, lr=LR)
     assert all(torch.equal(x2[n], x1[n]) for n in x1)
     for name, tree in buffers(s1).items():
         assert all(torch.equal(b, buffers(s2)[name][n]) for n, b in tree.items())
@@ -308,13 +281,11 @@ class Run:
     def __init__(self, row, door, dtype=torch.float32, **more):
         more |= dict(ns_dtype=torch.float32) if "ns_dtype" in row.kwargs else {}
         x = tensors(row.names, 0, dtype=dtype)
-        self.row, self.door, anchor = row, door, tensors(row.names, 9, dtype=dtype)
+        self.row, self.door = row, door
         if door == "function":
             more = {n: v for n, v in more.items() if n != "nonfinite"}
             self.rule, self.x = row.rule(**more), x
             self.state = self.rule.init(x)
-            if row.anchors:
-                self.state = self.rule.anchor(x, anchor, self.state)
             return
         self.params = [torch.nn.Parameter(v) for v in x.values()]
         self.optimizer = marsopt.MARS(
@@ -323,24 +294,13 @@ class Run:
             compile=False,
             **{**row.of_class, **more},
         )
-        if row.anchors:
-            self._fill(anchor)
-            self.optimizer.update_anchor()
-
-    def _fill(self, g):
-        for p, value in zip(self.params, g.values(), strict=True):
-            p.grad = value.clone()
 
     def step(self, g):
         if self.door == "function":
-            given = self.row.given({n: v.nan_to_num(0.0) for n, v in g.items()})
-            self.x, self.state = self.rule.step(self.x, g, self.state, lr=LR, **given)
+            self.x, self.state = self.rule.step(self.x, g, self.state, lr=LR)
             return
-        if self.row.anchors:
-            with self.optimizer.at_snapshot():
-                self._fill({n: v.nan_to_num(0.0).cos() for n, v in g.items()})
-                self.optimizer.update_previous_grad()
-        self._fill(g)
+        for p, value in zip(self.params, g.values(), strict=True):
+            p.grad = value.clone()
         self.optimizer.step()
 
     @property
@@ -349,19 +309,13 @@ class Run:
         return self.optimizer.num_skipped if by_class else int(self.state.skipped)
 
     def everything(self):
-        """Parameters and what the state keeps, copied; not what is given anew."""
+        """Parameters and what the state keeps, copied."""
         if self.door == "function":
             trees = [self.x, *buffers(self.state).values()]
             found = [v for tree in trees for v in tree.values()]
-            behind = self.state.behind
-            found += [behind] if isinstance(behind, torch.Tensor) else []
             return [v.clone() for v in (*found, self.state.t)]
-        kept = [
-            value
-            for p in self.params
-            for key, value in self.optimizer.state[p].items()
-            if key != "snapshot_grad"
-        ]
+        entries = [self.optimizer.state[p] for p in self.params]
+        kept = [value for entry in entries for value in entry.values()]
         return [v.detach().clone() for v in (*self.params, *kept)]
 
 
@@ -478,9 +432,7 @@ def test_float16_parameters_have_float32_state(row, door):
             run.step(g)
     found = runs[0].everything()
     assert same(found, runs[1].everything())
-    points = 1 + (row.transports or row.anchors)  # x beside y, or a snapshot
-    num = sum(v.dtype == torch.float16 for v in found)
-    assert len(row.names) <= num <= points * len(row.names)
+    assert sum(v.dtype == torch.float16 for v in found) == len(row.names)
 
 
 @pytest.mark.parametrize("door", ["function", "class"])
@@ -552,22 +504,21 @@ def test_no_host_sync(row):
         rule = row.rule(max_norm=1.0)
         lr = torch.tensor(LR, dtype=torch.float64)
         gamma = lr if row.has_gamma else None
-        state, more = rule.init(x), row.given(x)
+        state = rule.init(x)
         stages = {str(row.counted(t)): row.counted(t) for t in range(4)}
         for stage in stages.values():
-            rule.step(x, x, state, lr=lr, gamma=gamma, **more, **stage)
+            rule.step(x, x, state, lr=lr, gamma=gamma, **stage)
 
 
-# Inductor makes code, which takes seconds, of what it does not meet by the class: of
-# every page in test_optimizer.py, of transport in test_transport.py.
-GENERATED = ("mars_adamw-svrg", "mars_normuon-transport")
-# dynamo traces the other pages once, each under another correction, and options that a
-# correction reads; rules with stages have a graph for each
+# Inductor makes code, which takes seconds, of one elementwise and one matrix rule (of
+# every page in test_optimizer.py, by the class).
+GENERATED = ("mars_adamw-amsgrad", "mars_normuon")
+# dynamo traces the other pages once, and options that a correction reads; rules with
+# stages have a graph for each
 TRACED = (
     *GENERATED,
-    *("mars_lion", "mars_m-transport", "mars_shampoo-svrg", "adamw-nesterov"),
-    *("soap_muon", "muon-cautious", "mars_adamw-noclip"),
-    *("mars_adamw-cautious-transport", "mars_adamw-transport-stored"),
+    *("mars_lion", "mars_m", "mars_shampoo", "adamw-nesterov", "soap_muon"),
+    *("muon-cautious", "mars_adamw-noclip", "mars_adamw-cautious"),
 )
 
 
@@ -580,8 +531,8 @@ def test_compiles_once_and_equals_eager(name):
     names, rule = (row.names[0], row.names[-1]), row.rule(max_norm=1.0)
     x = tensors(names, 0)
 
-    def step(x, g, state, lr, gamma, given):
-        return rule.step(x, g, state, lr=lr, gamma=gamma, **given)
+    def step(x, g, state, lr, gamma, **stage):
+        return rule.step(x, g, state, lr=lr, gamma=gamma, **stage)
 
     backend = "inductor" if name in GENERATED else "eager"
     fast = torch.compile(step, backend=backend, fullgraph=True)
@@ -591,12 +542,12 @@ def test_compiles_once_and_equals_eager(name):
         lr = torch.tensor(LR / (1 + t), dtype=torch.float64)
         gamma = torch.tensor(0.01 * t, dtype=torch.float64) if row.has_gamma else None
         g = tensors(names, 1 + t)
-        given, stage = row.given(g), row.counted(t)
-        a = step(a[0], g, a[1], lr, gamma, given)
+        stage = row.counted(t)
+        a = step(a[0], g, a[1], lr, gamma)
         known = stage in stages
         stages.append(stage)
         with torch.compiler.set_stance("fail_on_recompile" if known else "default"):
-            b = fast(b[0], g, b[1], lr, gamma, given | stage)
+            b = fast(b[0], g, b[1], lr, gamma, **stage)
     for n in names:
         torch.testing.assert_close(b[0][n], a[0][n], rtol=0, atol=1e-6)
 

@@ -518,7 +518,7 @@ def functional(flat, make):
     """A rule, and its parameters and state before and after a step."""
     x = {n: torch.randn(s) for n, s in {"a": (4, 3), "b": (4, 3), "c": (3,)}.items()}
     params = marsopt.FlatGroup.pack(x) if flat else x
-    rule = make(correction="transport", max_norm=1.0)
+    rule = make(max_norm=1.0)
     state = rule.init(params)
     return rule, (params, state), rule.step(params, params, state, lr=LR)
 

@@ -302,7 +302,7 @@ def test_a_group_comes_as_a_tensor_or_an_iterator(made):
     assert not any(map(torch.equal, late, before))
     steps = [float(optimizer.state[p]["step"]) for p in params + late]
     assert steps == [3] * 4 + [1] * 3
-    assert [group["lr"] for group in optimizer.param_groups] == [LR, 0.5, LR]
+    assert [group["lr"] for group in optimizer.param_groups] == [LR, LR, 0.5, LR]
 
 
 def test_defaults_are_those_of_the_constructor_and_fill_new_groups(made):
@@ -310,11 +310,10 @@ def test_defaults_are_those_of_the_constructor_and_fill_new_groups(made):
     assert optimizer.defaults["lr"] == LR
     assert optimizer.defaults["betas"] == (0.95, 0.99)
     assert optimizer.defaults["mars_type"] == "mars-adamw"
-    (group,) = optimizer.param_groups
-    assert set(optimizer.defaults) <= set(group)
+    assert all(set(optimizer.defaults) <= set(g) for g in optimizer.param_groups)
     optimizer.defaults["weight_decay"] = 0.25
     optimizer.add_param_group({"params": parameters((2, 2))})
-    assert optimizer.param_groups[1]["weight_decay"] == 0.25
+    assert optimizer.param_groups[-1]["weight_decay"] == 0.25
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -510,9 +509,8 @@ def test_a_state_dict_is_loaded_and_left_as_it_is(made, mode):
     "missing",
     [
         ("epsilon_hat",),
-        ("optimize_1d", "clip"),
-        ("base_lr",),
-        ("weight_decay_1d", "betas_1d", "amsgrad"),
+        ("clip", "log_time"),
+        ("betas", "amsgrad"),
     ],
     ids=", ".join,
 )
@@ -566,9 +564,10 @@ def test_names_come_with_the_state_dict(mode):
     plain = build(parameters(), mode, lr=LR)
     without = copy.deepcopy(plain.state_dict())
     plain.load_state_dict(first.state_dict())
-    assert plain.param_groups[0]["param_names"] == list("abcd")
     first.load_state_dict(without)
-    assert first.param_groups[0]["param_names"] == list("abcd")
+    for optimizer in (plain, first):
+        names = [n for group in optimizer.param_groups for n in group["param_names"]]
+        assert sorted(names) == list("abcd")
 
 
 def test_hooks_before_a_state_dict_are_seen_in_it(made):
@@ -707,6 +706,7 @@ def test_bad_input_is_an_error(name, mars_type):
 
 def test_a_bad_group_is_not_added(made):
     optimizer, params = made
+    num_groups = len(optimizer.param_groups)
     with pytest.raises(TypeError, match="ordered collections"):
         optimizer.add_param_group({"params": set(parameters())})
     for name in ("no tensors", "no leaf", "complex"):
@@ -715,7 +715,7 @@ def test_a_bad_group_is_not_added(made):
             optimizer.add_param_group({"params": bad})
     with pytest.raises(TypeError, match="must be a dict"):
         optimizer.add_param_group(params)
-    assert len(optimizer.param_groups) == 1
+    assert len(optimizer.param_groups) == num_groups
     run(optimizer, params, [2])
     assert float(optimizer.state[params[0]]["step"]) == 3
 

@@ -207,11 +207,10 @@ def title(config) -> str:
 
     opt, sizes = config.optimizer, tensor_sizes(config.model_spec.model.shape)
     count = sum(math.prod(size) for size in sizes.values())
-    corrects = REGISTRY[opt.mars_type].is_mars or opt.correction == "transport"
     return (
         f"{config.model_spec.flavor}: GPT-2 of {count / 1e6:.3g}M parameters, "
         f"{config.training.steps:,} steps\n{opt.mars_type}, "
-        f"{opt.correction + ' correction' if corrects else 'no correction'}, "
+        f"{opt.correction if REGISTRY[opt.mars_type].is_mars else 'no'} correction, "
         f"peak learning rate {opt.lr:g}"
     )
 

@@ -27,7 +27,6 @@ from train.engine.titan import (
     TensorBoardLogger,
 )
 from train.files import growing, opened, write
-from train.pictures import by_layer
 from train.runs.checkpoints import last_step
 from train.runs.summary import PER_BYTE
 
@@ -108,7 +107,7 @@ class Progress(MetricsProcessor):
         """Set from training.steps."""
         statistics_freq: int = 0
         """Steps between two looks at each parameter in TensorBoard: its gradient's
-        norm, the clip, the step's size beside its own, by layer too; 0 = none.
+        norm and the clip; 0 = none.
         """
 
     def _build_metric_logger(self, *, config, dump_folder, **kwargs) -> BaseLogger:
@@ -206,17 +205,13 @@ class Progress(MetricsProcessor):
             self._say(f"step {step}/{self.config.total_steps}  {line}")
 
     def log_statistics(self, step: int, found: Statistics) -> None:
-        """Write the statistics of a tracked step, and a picture of its updates."""
-        columns = [found.grad_norm, found.clip, found.update]
-        rows = torch.stack(columns).tolist()  # one sync for all
+        """Write the statistics of a step."""
+        rows = torch.stack([found.grad_norm, found.clip]).tolist()  # one sync for both
         metrics = {"clip/global": float(found.global_clip)}
-        for kind, row in zip(("grad_norm", "clip", "update"), rows, strict=True):
+        for kind, row in zip(("grad_norm", "clip"), rows, strict=True):
             pairs = zip(found.names, row, strict=True)
             metrics |= {f"{kind}/{name}": value for name, value in pairs}
         self.logger.log(metrics, step)
-        for logger in self._writers():
-            figure = by_layer(found.names, rows[2], ylabel="RMS of update / parameter")
-            logger.writer.add_figure("update/by layer", figure, step)
 
     def _writers(self) -> list[TensorBoardLogger]:
         if not isinstance(self.logger, LoggerContainer):

@@ -213,7 +213,7 @@ def _check_rule(config, world: int) -> None:
         checks.positive("lr", opt.lr)
         mars(**opt.rule_options())
         mars(weight_decay=opt.embedding_weight_decay)
-        NewtonSchulz(dtype=getattr(torch, opt.ns_dtype), gram=opt.ns_gram)
+        NewtonSchulz(dtype=getattr(torch, opt.ns_dtype))
     except (ValueError, TypeError) as error:
         raise UserError(str(error)) from error
 

@@ -8,7 +8,7 @@ from train.engine.titan_cpu import prepare
 
 prepare()
 
-from torchtitan.components.checkpointer import MODEL, TRAIN_STATE
+from torchtitan.components.checkpointer import MODEL, TRAIN_STATE, CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import BaseLogger, LoggerContainer
@@ -25,7 +25,7 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
-from marsopt.parallel.torchtitan import MarsCheckpointManager, MarsOptimizersContainer
+from marsopt.parallel.torchtitan import MarsOptimizersContainer
 
 
 @contextmanager

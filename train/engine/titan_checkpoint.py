@@ -1,5 +1,5 @@
-"""torchtitan's checkpoints of the model that is trained, with checksums, read without
-running code, which leave alone what the user keeps beside them.
+"""torchtitan's checkpoints, with checksums, read without running code, which leave
+alone what the user keeps beside them.
 """
 
 import logging
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from train.engine.titan import MODEL, TRAIN_STATE, MarsCheckpointManager
+from train.engine.titan import MODEL, TRAIN_STATE, CheckpointManager
 from train.errors import UserError
 from train.files import is_linked, remove
 from train.runs import checksums
@@ -20,14 +20,14 @@ from train.runs.safe_dcp import load
 log = logging.getLogger(__name__)
 
 
-class RunCheckpoints(MarsCheckpointManager):
+class RunCheckpoints(CheckpointManager):
     """torchtitan's manager. Its own search for "step-N" finds that anywhere in a name,
     so that it would read and delete a copy "step-20.bak" or "best-step-20"; and its
     own reader, DCP's, runs code that a checkpoint names.
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(MarsCheckpointManager.Config):
+    class Config(CheckpointManager.Config):
         pass
 
     def __init__(self, config: Config, **kwargs) -> None:

@@ -4,17 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from train.data.batches import Batches
 from train.data.tokenizers import tokenizer
 from train.data.tokens import open_tokens
-from train.engine.titan import (
-    BaseDataLoader,
-    BaseTokenizer,
-    MarsOptimizersContainer,
-    Validator,
-)
+from train.engine.titan import BaseDataLoader, BaseTokenizer, Validator
 
 
 class TitanTokenizer(BaseTokenizer):
@@ -116,12 +111,6 @@ class HeldOut(Validator):
         steps = config.samples // (local_batch_size * dp_world_size)
         super().__init__(replace(config, steps=steps), **sizes, **kwargs)
         self.dl_config = Spread(self.dl_config, config.samples)
-        self.optimizers: MarsOptimizersContainer
-        """Set by the trainer: the parameters are x while they are validated."""
-
-    def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        with self.optimizers.evaluating():
-            super().validate(model_parts, step)
 
     def should_validate(self, step: int) -> bool:
         return super().should_validate(step) or step == self.config.last_step

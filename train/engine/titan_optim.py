@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from marsopt import MARS, REGISTRY
-from marsopt.rules.decay import from_text
+from marsopt.functional.routing import of_adamw
 from marsopt.rules.registry import named
 from train.engine.schedule import cosine, linear, wsd
 from train.engine.titan import (
@@ -37,9 +37,13 @@ class MarsOptimizers(MarsOptimizersContainer):
         """A name in marsopt.REGISTRY: the rule of the matrices."""
         lr: float = 3e-3
         """Peak learning rate of matrices."""
-        betas: tuple[float | str, float | str] | None = None
-        """Decay rates of the moments, numbers or "LogTime(10)"; rules with one momentum
-        use the first. None = the rule's own.
+        betas: tuple[float, float] | None = None
+        """Decay rates of the moments; rules with one momentum use the first. None = the
+        rule's own, 0.999 with log_time.
+        """
+        log_time: float | None = None
+        """Memory that grows with the run: every decay in step t is min(beta, t / (t +
+        log_time)). Common values are 8 and 10; None = off.
         """
         eps: float = 1e-8
         """Added to the root of the second moment."""
@@ -61,17 +65,12 @@ class MarsOptimizers(MarsOptimizersContainer):
         """Of SOAP: which sides of a matrix have a factor; None = both."""
         precondition_frequency: int | None = None
         """Of SOAP: steps between two refreshes of its bases; None = 10."""
-        correction: Literal["approximate", "exact", "transport"] = "approximate"
+        correction: Literal["approximate", "exact"] = "approximate"
         """What MARS corrects the gradient by: approximate = the previous one; exact = a
-        second gradient a step, of the next batch at the current parameters; transport =
-        nothing, but it is taken ahead of the parameters (baselines too).
+        second gradient a step, of the next batch at the current parameters.
         """
         gamma: float = 0.025
         """Scale of the variance reduction."""
-        gamma_1d: float | None = None
-        """With transport, that of the AdamW for LayerNorm weights and embeddings beside
-        the rule; None = gamma.
-        """
         gamma_decay: Literal["none", "with_lr", "last_quarter"] = "none"
         """How gamma falls: in proportion to the learning rate, or to 0 for the last
         quarter of the steps.
@@ -82,9 +81,9 @@ class MarsOptimizers(MarsOptimizersContainer):
         """Peak learning rate of LayerNorm weights; None = the rule's own: lr with
         adamw, nadamw, lion, mars-m, moonlight and soap, else 3e-3.
         """
-        betas_1d: tuple[float | str, float | str] | None = None
+        betas_1d: tuple[float, float] | None = None
         """Decay rates of what moves LayerNorm weights; None = the rule's own: betas
-        with adamw, nadamw and lion, else (0.9, 0.95).
+        with adamw, nadamw and lion, else (0.9, 0.95), or 0.999 with log_time.
         """
         nesterov_1d: bool | float | None = None
         """As nesterov, of what moves LayerNorm weights, and embeddings by AdamW."""
@@ -94,14 +93,8 @@ class MarsOptimizers(MarsOptimizersContainer):
         """Threshold of the per-tensor norm of the corrected gradient; None = off."""
         ns_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
         """Working precision of Newton-Schulz."""
-        ns_gram: bool = False
-        """Newton-Schulz on Gram matrices where that is less work (ns_dtype float32)."""
         h_dtype: Literal["bfloat16"] | None = None
         """dtype of the kept gradient: bfloat16 halves its memory; None = fp32."""
-        store_iterate: bool = False
-        """With transport, keep the parameters behind the lookahead in the state with
-        AdamW too, which otherwise computes them: 4 bytes a parameter.
-        """
         compile: bool | None = None
         """Compile the step: None = where this machine can."""
 
@@ -111,14 +104,11 @@ class MarsOptimizers(MarsOptimizersContainer):
         def options(self) -> dict:
             """Return arguments of MARS, which are defaults of every group."""
             names = (
-                "mars_type lr betas eps weight_decay amsgrad nesterov sides "
+                "mars_type lr betas log_time eps weight_decay amsgrad nesterov sides "
                 "precondition_frequency gamma clip "
-                "optimize_1d lr_1d betas_1d weight_decay_1d nesterov_1d gamma_1d "
-                "correction"
+                "optimize_1d lr_1d betas_1d weight_decay_1d nesterov_1d correction"
             )
             options = {name: getattr(self, name) for name in names.split()}
-            for name in ("betas", "betas_1d"):
-                options[name] = from_text(options[name])
             if self.correction == "approximate":  # MARS's default; baselines have none
                 options["correction"] = None
             return options
@@ -127,6 +117,14 @@ class MarsOptimizers(MarsOptimizersContainer):
             """Return them as arguments of ``marsopt.mars``."""
             options = self.options()
             return options | {"base_lr": options.pop("lr")}
+
+        def group_options(self) -> dict:
+            """Return them as hyperparameters of a param group, with the defaults."""
+            options = {n: v for n, v in self.options().items() if v is not None}
+            options.pop("correction", None)  # of the whole optimizer
+            row = named(self.mars_type)
+            defaults = row.hyperparameters | row.log_time_defaults(self.log_time)
+            return defaults | options
 
         @property
         def by_adamw(self) -> bool:
@@ -147,7 +145,7 @@ class MarsOptimizers(MarsOptimizersContainer):
                 # embeddings have this rate and decay where the scripts have one of each
                 own = {"weight_decay_1d": self.embedding_weight_decay}
                 own |= {"lr_1d": None} if self.mars_type in ONE_RATE else {}
-                embeddings = named(self.mars_type).fallback_group(self.options() | own)
+                embeddings = of_adamw(self.group_options() | own)
             vectors = {"weight_decay": self.weight_decay_1d}
             own = {EMBEDDINGS: embeddings, VECTORS: vectors, MATRICES: {}}
             group = partial(ParamGroupConfig, optimizer_name="MARS")
@@ -160,7 +158,7 @@ class MarsOptimizers(MarsOptimizersContainer):
     def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
         names = [n for part in model_parts for n, _ in part.named_parameters()]
         # of a step
-        working = "ns_dtype", "ns_gram", "h_dtype", "store_iterate", "compile"
+        working = "ns_dtype", "h_dtype", "compile"
         given = config.options() | {name: getattr(config, name) for name in working}
         config = replace(
             config,
@@ -171,8 +169,8 @@ class MarsOptimizers(MarsOptimizersContainer):
             super().__init__(config, model_parts=model_parts)
         except (ValueError, TypeError) as error:  # of a user's own param_groups
             raise UserError(str(error)) from error
-        if len(self.optimizers) != 1 or not self.every_mars:
-            found = [type(optimizer).__name__ for optimizer in self.optimizers]
+        found = [type(optimizer).__name__ for optimizer in self.optimizers]
+        if found != [MARS.__name__]:
             raise UserError(
                 f"got optimizers {found}, expected one MARS, which clips the norm of "
                 'all gradients: write optimizer_name="MARS" in every group of '
@@ -182,10 +180,7 @@ class MarsOptimizers(MarsOptimizersContainer):
         # of the last step, before the clip; one tensor, filled in by every step
         first = next(p for part in model_parts for p in part.parameters())
         self.grad_norm = torch.zeros((), device=first.device)
-        self._gammas = [
-            {key: group[key] for key in ("gamma", "gamma_1d") if group.get(key)}
-            for group in self.mars.param_groups
-        ]
+        self._gammas = [group["gamma"] for group in self.mars.param_groups]
 
     def step(self, closure: None = None) -> None:
         super().step(closure)
@@ -193,18 +188,15 @@ class MarsOptimizers(MarsOptimizersContainer):
 
     def scale_gamma(self, factor: float) -> None:
         """Set every gamma to this factor of the configured one."""
-        for group, own in zip(self.mars.param_groups, self._gammas, strict=True):
-            group.update({key: factor * value for key, value in own.items()})
+        for group, gamma in zip(self.mars.param_groups, self._gammas, strict=True):
+            group["gamma"] = factor * gamma
 
     def rates(self) -> dict[str, float]:
         """Return the learning rate of each group, by its name or its number."""
         groups, found = self.mars.param_groups, {}
         names = self._names if len(self._names) == len(groups) else [None] * len(groups)
         for i, (name, group) in enumerate(zip(names, groups, strict=True)):
-            apart = group["lr_1d"] is not None
-            of_vectors = name == GROUPS[VECTORS] and not group["optimize_1d"]
-            scale = group["lr_1d"] / group["base_lr"] if apart and of_vectors else 1.0
-            found[name or f"group{i}"] = float(group["lr"]) * scale
+            found[name or f"group{i}"] = float(group["lr"] * group["lr_ratio"])
         return found
 
     @property

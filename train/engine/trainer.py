@@ -34,8 +34,6 @@ class MarsTrainer(Trainer):
         super().__init__(config)
         self.metrics_processor.begin(read_meta(held_out_folder(config)))
         self.optimizers.mars.max_norm = config.training.max_norm
-        if config.validator.enable:
-            self.validator.optimizers = self.optimizers
         self.told: Callable[[], bool] = lambda: False
         """Whether this process is to end: once some rank says so, the next step is the
         last, and has a checkpoint.
@@ -53,10 +51,6 @@ class MarsTrainer(Trainer):
         self._schedule_gamma()
         if self._exact:
             self._read_ahead()
-        every = self.config.metrics.statistics_freq
-        # torchtitan counts the step that it takes before it takes it
-        tracks = every > 0 and (self.step % every == 0)
-        self.optimizers.mars.track_updates = tracks
         rate = self.optimizers.mars.param_groups[0]["lr"]
         # the norm that is logged is found in the step, after torchtitan asks for it
         with clipping_by(lambda *_, **__: self.optimizers.grad_norm):
@@ -66,7 +60,8 @@ class MarsTrainer(Trainer):
                 if NOT_FINITE in str(error):
                     raise self._loss_not_finite(rate) from error
                 raise
-        if tracks:
+        every = self.config.metrics.statistics_freq
+        if every > 0 and self.step % every == 0:
             found = self.optimizers.mars.statistics()
             self.metrics_processor.log_statistics(self.step, found)
         if self.metrics_processor.should_log(self.step):
@@ -88,9 +83,9 @@ class MarsTrainer(Trainer):
     def _schedule_gamma(self) -> None:
         """Set gamma for this step."""
         kind = self.config.optimizer.gamma_decay
-        moving = [g for g in self.optimizers.mars.param_groups if g["base_lr"] > 0]
+        moving = [g for g in self.optimizers.mars.param_groups if g["initial_lr"] > 0]
         if kind == "with_lr" and moving:  # one schedule for all of them
-            self.optimizers.scale_gamma(moving[0]["lr"] / moving[0]["base_lr"])
+            self.optimizers.scale_gamma(moving[0]["lr"] / moving[0]["initial_lr"])
         elif kind == "last_quarter":
             total = self.config.lr_scheduler.total_steps or self.config.training.steps
             self.optimizers.scale_gamma(float(self.step <= 0.75 * total))

@@ -14,7 +14,7 @@ import torch
 
 import marsopt
 from marsopt import REGISTRY
-from marsopt.functional.routing import route
+from marsopt.functional.routing import algorithm_of, of_adamw
 from marsopt.parallel.placement import shard_size
 from marsopt.parallel.planner import Matrix
 from marsopt.profiling import gpt2
@@ -24,11 +24,8 @@ from marsopt.rules.registry import canonical
 from train.forecast.activations import Blocks, MicroBatch
 
 FULL = 4  # bytes of a float32: parameters, gradients, momenta
-CORRECTIONS = ("exact", "transport")  # at the end of a rule's name
-RULES = (  # that are compared
-    *("adamw", "muon", "mars-adamw", "mars-adamw-exact", "mars-adamw-transport"),
-    *("mars-m", "mars-m-transport"),
-)
+EXACT = "-exact"  # at the end of a rule's name
+RULES = ("adamw", "muon", "mars-adamw", "mars-adamw-exact", "mars-m")  # compared
 
 
 @dataclass(frozen=True)
@@ -65,29 +62,27 @@ class Job:
 
     @property
     def rule(self) -> str:
-        """Return the rule's name, its correction at its end."""
-        kind = self.options.get("correction") or "approximate"
-        return self.mars_type if kind == "approximate" else f"{self.mars_type}-{kind}"
+        """Return the rule's name, with "-exact" at its end if it corrects exactly."""
+        is_exact = self.options.get("correction") == "exact"
+        return self.mars_type + EXACT * is_exact
 
     @property
     def num_gradients(self) -> int:
         """Return how many gradients a step wants: exact MARS two."""
-        return 1 + any(stack.algorithm.given != () for stack in self.alike)
+        return 1 + any(stack.algorithm.h_from == "caller" for stack in self.alike)
 
     @cached_property
     def alike(self) -> list[Alike]:
         """Return who moves what, routed and stacked as ``MARS`` does."""
-        rule = marsopt.mars(**{**self.options, "mars_type": self.mars_type})
-        adamw = dict(mars_type="adamw", optimize_1d=False)
-        beside = marsopt.Rule(matrix=route({**self.options, **adamw}).matrix)
+        options = {**self.options, "mars_type": self.mars_type}
+        rule, beside = marsopt.mars(**options), algorithm_of(of_adamw(options))
+        rest = rule.matrix if rule.rest is None else rule.rest
         found: dict[tuple[Algorithm, torch.Size], list[str]] = {}
-        for is_beside, mover in ((False, rule), (True, beside)):
-            names = [n for n in self.shapes if (n in self.elementwise) == is_beside]
-            shapes = [torch.Size(self.shapes[name]) for name in names]
-            like = [torch.empty(shape, device="meta") for shape in shapes]
-            for side in mover.sides(like, shapes):
-                for i in side.members:
-                    found.setdefault((side.algorithm, shapes[i]), []).append(names[i])
+        for name, shape in self.shapes.items():
+            size = torch.Size(shape)
+            mover = rule.matrix if rule.matrix.matrices.takes(size) else rest
+            mover = beside if name in self.elementwise else mover
+            found.setdefault((mover, size), []).append(name)
         return [Alike(*key, tuple(names)) for key, names in found.items()]
 
     @property
@@ -238,7 +233,7 @@ def jobs(
 
     Args:
         model: a name in ``MODELS``.
-        rules: names in ``marsopt.REGISTRY``, also with "-exact" or "-transport"; None =
+        rules: names in ``marsopt.REGISTRY``, of MARS also with "-exact"; None =
             ``RULES``.
         tokens: of a step; None = as many as its authors took.
 
@@ -269,13 +264,11 @@ def jobs(
 def _parts(rule: str) -> tuple[str, str]:
     """Return the names of a rule and of its correction."""
     name = canonical(rule)
-    mars_type, _, correction = name.rpartition("-")
-    if correction not in CORRECTIONS:
-        mars_type, correction = name, "approximate"
-    found = REGISTRY.get(mars_type)
-    if found is None or (correction == "exact" and not found.is_mars):
+    mars_type = name.removesuffix(EXACT)
+    is_exact, row = mars_type != name, REGISTRY.get(mars_type)
+    if row is None or (is_exact and not row.is_mars):
         raise ValueError(
-            f"got rule {rule}, expected one of {', '.join(REGISTRY)}, or with -exact "
-            "(of MARS alone) or -transport at its end: choose one"
+            f"got rule {rule}, expected one of {', '.join(REGISTRY)}, or one of MARS "
+            f"with {EXACT} at its end: choose one"
         )
-    return mars_type, correction
+    return mars_type, "exact" if is_exact else "approximate"

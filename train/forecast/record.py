@@ -31,7 +31,6 @@ from marsopt.functional.step_types import Decision, RuleGroup, Stack, StackScala
 from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.compiled import matrix_outputs
 from marsopt.optim.layout import Layout
-from marsopt.optim.protocols.table import protocol_of
 from marsopt.optim.state_dict import STAGE_COUNT, State
 from marsopt.parallel.collectives import MeshCollectives
 from marsopt.parallel.planner import Machine
@@ -304,11 +303,9 @@ def _record(job: Job, rank: Rank) -> Record:
     ]
     state, takes_gradients = sum(x.nbytes for x in kept), False
     for bucket in layout.buckets:
-        if bucket.algorithm.correction is not None:
-            protocol = protocol_of(type(bucket.algorithm.correction))
-            copied = [bucket.state[s] for s in protocol.copied if s in bucket.state]
-            state += sum(x.nbytes for tensors in copied for x in tensors)
-            takes_gradients |= "update_previous_grad" in protocol.handled_calls
+        if bucket.algorithm.h_from == "caller":  # the next batch's gradients are kept
+            state += sum(h.nbytes for h in bucket.state["h"])
+            takes_gradients = True
     pieces = [piece for bucket in layout.buckets for piece in bucket.pieces]
     matrices = [
         leaf
@@ -328,7 +325,7 @@ def _record(job: Job, rank: Rank) -> Record:
             run = Compiled(recorder, layout)
             shared = dict(collectives=layout.collectives, run=run)
             _, decision = step.assess(
-                groups, grads, layout.members, max_norm=1.0, digest="", **shared
+                groups, grads, layout.members, max_norm=1.0, **shared
             )
             if is_warm:
                 step.advance(groups, grads, layout.members, decision, **shared)
@@ -353,5 +350,6 @@ def _moved_bytes(buckets: Sequence[ParameterBucket]) -> int:
     floor = floor_of(buckets)
     # beside a step of exact MARS: the norm of the next gradient, its copy, and the copy
     # of that into h
-    given = [p for b in buckets for p in b.pieces for _ in b.algorithm.given]
-    return floor.num_bytes + floor.copied + 5 * sum(p.nbytes for p in given)
+    exact = [bucket for bucket in buckets if bucket.algorithm.h_from == "caller"]
+    kept = sum(piece.nbytes for bucket in exact for piece in bucket.pieces)
+    return floor.num_bytes + floor.copied + 5 * kept

@@ -8,8 +8,7 @@ floor. Kernels over stacks are compiled for sm_90: registers, spills, width of l
 stores. A fault ends in exit status 1.
 
 A CASE is a pattern of RULE/CORRECTION/MODEL/DTYPE, as 'mars-adamw/*/gpt2-small/*';
-with /lowered behind it nothing is compiled, with /tracked steps note down how far they
-move parameters. Triton is needed beside torch: `make gpu
+with /lowered behind it nothing is compiled. Triton is needed beside torch: `make gpu
 REHEARSAL=1` installs it apart.
 """
 
@@ -44,7 +43,7 @@ def chosen(patterns: Sequence[str]) -> list[str]:
                 f"{next(iter(CASES))!r}: give a rule, a correction, a model, a dtype"
             )
     if not patterns:
-        return [n for n, case in CASES.items() if case.compiles and not case.tracks]
+        return [n for n, case in CASES.items() if case.compiles]
     return [name for pattern in patterns for name in matching(CASES, pattern)]
 
 

@@ -46,9 +46,8 @@ STACK = 2**12
 
 @dataclass(frozen=True)
 class Case:
-    """One optimizer over one model; ``correction`` "none" corrects nothing,
-    ``compiles`` says whether kernels over stacks are compiled, too, and ``tracks``
-    whether steps note down how far they move parameters.
+    """One optimizer over one model; ``correction`` "none" corrects nothing, and
+    ``compiles`` says whether kernels over stacks are compiled, too.
     """
 
     rule: str
@@ -56,28 +55,24 @@ class Case:
     model: str
     dtype: str
     compiles: bool = True
-    tracks: bool = False
 
     @property
     def name(self) -> str:
-        """Return rule/correction/model/dtype, with /lowered if none is compiled, and
-        /tracked.
-        """
+        """Return rule/correction/model/dtype, with /lowered if none is compiled."""
         words = [self.rule, self.correction, self.model, self.dtype]
-        words += ["lowered"] * (not self.compiles) + ["tracked"] * self.tracks
+        words += ["lowered"] * (not self.compiles)
         return "/".join(words)
 
 
 def _corrections(rule: str) -> tuple[str, ...]:
-    first = ("approximate", "exact") if REGISTRY[rule].is_mars else ("none",)
-    return (*first, "transport")
+    return ("approximate", "exact") if REGISTRY[rule].is_mars else ("none",)
 
 
 CASES = {
     case.name: case
     for case in (
-        Case(rule, correction, model, dtype, compiles, tracks)
-        for compiles, tracks in ((True, False), (False, False), (True, True))
+        Case(rule, correction, model, dtype, compiles)
+        for compiles in (True, False)
         for model in ALL_MODELS
         for dtype in DTYPES
         for rule in REGISTRY
@@ -124,7 +119,6 @@ def play(name: str) -> dict[str, Any]:
             compile=True,
             state_dtype=torch.float32,
         )
-        optimizer.track_updates = case.tracks
         _step(optimizer, [*params.values()], is_exact)
         num_graphs = len(graphs)
         for graph in graphs:
@@ -145,7 +139,7 @@ def play(name: str) -> dict[str, Any]:
         floor=floor / num_params,
         kernels=kernels,
     )
-    for kind in ("loaded", "stored", "flagged"):
+    for kind in ("loaded", "stored"):
         row[kind] = sum(kernel[kind] for kernel in kernels) / num_params
     return row | dict(faults=[*faults(row)])
 
@@ -168,10 +162,7 @@ def kernels_of(graph: Graph, compiles: bool) -> Iterator[dict[str, Any]]:
             binaries=[*binaries(name, source, runs[0])]
             if compiles and over_stack
             else [],
-            **{
-                kind: graph.num_calls * moved[kind]
-                for kind in ("loaded", "stored", "flagged")
-            },
+            **{kind: graph.num_calls * moved[kind] for kind in ("loaded", "stored")},
         )
 
 
@@ -201,6 +192,6 @@ def line(row: dict[str, Any]) -> str:
         f"{row['name']}: {row['graphs']} graphs, {row['calls']} calls, "
         f"{row['launches']} launches, {row['stack_launches']} of them over stacks, "
         f"{row['loaded'] + row['stored']:.2f} bytes, floor {row['floor']:.2f}, "
-        f"{row['flagged']:.2f} behind a flag, {len(tried)} binaries, at most "
-        f"{registers} registers: {'; '.join(row['faults']) or 'no fault'}"
+        f"{len(tried)} binaries, at most {registers} registers: "
+        f"{'; '.join(row['faults']) or 'no fault'}"
     )

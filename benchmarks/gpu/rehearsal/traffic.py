@@ -5,7 +5,7 @@ their kernels: not inductor's count, but the loads and stores that a GPU execute
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -17,8 +17,7 @@ class Access:
     """A load or store of one launch.
 
     Args:
-        kind: "stored"; "loaded"; or "flagged": loaded where a flag says so, which the
-            kernel has loaded before.
+        kind: "stored" or "loaded".
         num_elements: how many elements of the tensor are touched, each once.
         size: of an element, in bytes.
         full: whether it goes over as many elements as the launch does, and the tensor
@@ -46,12 +45,10 @@ def accesses(source: str, launch: Launch) -> Iterator[Access]:
                 continue
             pointer, index = _pointer(call.args[0])
             is_store, tensor = call.func.attr == "store", args[pointer]
-            masks = call.args[2:3] if is_store else call.args[1:2]
-            flagged = any(_depends(mask, made, _is_load) for mask in masks)
-            by_element = _depends(index, made, _is_position)
+            by_element = _depends_on_position(index, made)
             large = by_element and tensor.numel() >= 0.9 * work  # a padding is more
             yield Access(
-                kind="stored" if is_store else "flagged" if flagged else "loaded",
+                kind="stored" if is_store else "loaded",
                 num_elements=min(tensor.numel(), work) if by_element else 1,
                 size=tensor.element_size(),
                 full=large and launch.is_input(tensor),
@@ -87,14 +84,6 @@ def _is_call_of(node: ast.AST, *methods: str) -> bool:
     )
 
 
-def _is_load(node: ast.AST) -> bool:
-    return _is_call_of(node, "load")
-
-
-def _is_position(node: ast.AST) -> bool:
-    return _is_call_of(node, "arange")
-
-
 def _pointer(where: ast.expr) -> tuple[str, ast.expr]:
     """Return the argument and the index of ``argument + (index)``."""
     if isinstance(where, ast.BinOp) and isinstance(where.left, ast.Name):
@@ -111,17 +100,13 @@ def _assignments(loop: ast.AST) -> dict[str, list[ast.expr]]:
     return made
 
 
-def _depends(
-    value: ast.expr,
-    made: dict[str, list[ast.expr]],
-    is_it: Callable[[ast.AST], bool],
-) -> bool:
-    """Return whether ``value`` is computed from an expression that ``is_it``."""
+def _depends_on_position(value: ast.expr, made: dict[str, list[ast.expr]]) -> bool:
+    """Return whether ``value`` is computed from a position."""
     seen: set[str] = set()
     todo: list[ast.expr] = [value]
     while todo:
         for node in ast.walk(todo.pop()):
-            if is_it(node):
+            if _is_call_of(node, "arange"):
                 return True
             if isinstance(node, ast.Name) and node.id not in seen:
                 seen.add(node.id)

@@ -1,0 +1,580 @@
+"""A step by printed kernels: on a GPU one launch updates all tensors of a formula.
+Graphs (``InPlace``) take formulas that the printer does not know, and tensors whose
+parts are no contiguous runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from marsopt.functional import step
+from marsopt.functional.stacks import empty_stacks
+from marsopt.functional.step import Each, Move
+from marsopt.functional.step_types import (
+    Decision,
+    Formula,
+    RuleGroup,
+    Stack,
+    StackScalars,
+    StepScalars,
+    formula,
+)
+from marsopt.optim.compiled import RANGES, InPlace, declined, named_range
+from marsopt.optim.portions import batch_dtype
+from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.dtypes import working, working_dtype
+from marsopt.step.expressions import Unprintable
+from marsopt.step.kernels import AddressTable, Parts, SumsKernel, UpdateKernel
+from marsopt.step.printer import print_sums, print_update
+
+KEPT = 256  # kernels of the process, the latest
+
+Dtypes = tuple[tuple[str, torch.dtype], ...]  # of operands, by name
+
+
+class Segment(NamedTuple):
+    """A contiguous run of a tensor's elements with one row of scalars."""
+
+    part: int  # of its tensor
+    matrix: int  # of its tensor
+    start: int  # elements
+    size: int
+
+
+def segments_of(stack: Stack, by_matrix: bool) -> list[Segment]:
+    """Return the segments of the one tensor of a stack.
+
+    Args:
+        stack: of one tensor.
+        by_matrix: whether a segment has to belong to one matrix; else only parts that
+            are clipped by themselves are cut.
+    """
+    size, rows = stack.x.numel(), stack.rows
+    has_parts = stack.num_clipped > 1
+    if rows is None or not (has_parts or by_matrix):
+        return [Segment(0, 0, 0, size)]
+    num_rows = stack.x.shape[1 : stack.num_row_dims].numel()
+    if rows.matrix_index is None:
+        ((_, length),) = rows.runs
+        matrices = [row // length for row in range(num_rows)]
+    else:
+        matrices = rows.matrix_index.tolist()
+    segments, row = [], 0
+    cols = size // max(1, num_rows)
+    for matrix, run in groupby(matrices):
+        length = len(list(run))
+        part = matrix if has_parts else 0
+        segments.append(Segment(part, matrix, row * cols, length * cols))
+        row += length
+    return segments
+
+
+def position_of(stack: Stack, start: int) -> tuple[int, int, int] | None:
+    """Return (base, run, stride): element i of the run that begins at ``start`` of a
+    piece has the number base + i // run * stride + i % run in the whole tensor. None:
+    its numbers have no such form.
+    """
+    piece, whole = stack.x.shape[1:], stack.shape
+    strides = [*accumulate(reversed(whole[1:]), lambda a, b: a * b, initial=1)][::-1]
+    base, inner = 0, len(whole)
+    for dim, indices in stack.cuts.items():
+        listed = indices.tolist()
+        if listed != list(range(listed[0], listed[0] + len(listed))):
+            return None
+        base += listed[0] * strides[dim]
+        if dim > 0:
+            if inner != len(whole):
+                return None
+            inner = dim
+    if inner == len(whole):
+        return base + start, max(1, stack.x.numel()), 0
+    run, stride = piece[inner:].numel(), strides[inner - 1]
+    return base + start // run * stride + start % run, run, stride
+
+
+@lru_cache(maxsize=KEPT)
+def update_kernel(kind: Formula, operands: Dtypes, num_columns: int) -> UpdateKernel:
+    """Return the kernel of ``step.update``: operands x, g, buffers by symbol and, where
+    matrices go to owners from a tensor of their own, o.
+
+    Raises:
+        Unprintable: an operator has no Triton expression.
+    """
+    algorithm, dtypes = kind.algorithm, dict(operands)
+
+    def body(
+        tensors: dict[str, Tensor], columns: tuple[Tensor, ...], position: Tensor
+    ) -> dict[str, Tensor]:
+        s = StepScalars.read(algorithm, torch.empty(()), *columns)
+        x, g, *_ = tensors.values()
+        buffers = {k: v for k, v in tensors.items() if k in algorithm.buffers}
+        index = position if algorithm.stochastic_rounding else None
+        out, new = step.new_values(algorithm, s, x, g, buffers, buffers.get("h"), index)
+        if not algorithm.matrix_only:
+            assert out is not None
+            return {"x": out, **new}
+        return {**new, "o": new["m"] if out is None else out} if "o" in dtypes else new
+
+    return UpdateKernel(
+        print_update(
+            f"update of {algorithm}", body, dtypes, num_columns, _columns(dtypes)
+        )
+    )
+
+
+@lru_cache(maxsize=KEPT)
+def apply_kernel(kind: Formula, operands: Dtypes, num_columns: int) -> UpdateKernel:
+    """Return the kernel of ``step.apply``: operands x and o; the last column has the
+    preconditioner's ``scale``.
+
+    Raises:
+        Unprintable: an operator has no Triton expression.
+    """
+    algorithm, dtypes = kind.algorithm, dict(operands)
+
+    def body(
+        tensors: dict[str, Tensor], columns: tuple[Tensor, ...], position: Tensor
+    ) -> dict[str, Tensor]:
+        *columns_of_step, scale = columns
+        s = StepScalars.read(algorithm, torch.empty(()), *columns_of_step)
+        x, o = working(tensors["x"]), working(tensors["o"])
+        preconditioner = algorithm.matrix_preconditioner
+        return {"x": preconditioner.apply(x, o, {}, s.rule, scale)}
+
+    return UpdateKernel(
+        print_update(
+            f"apply of {algorithm}", body, dtypes, num_columns, _columns(dtypes)
+        )
+    )
+
+
+@lru_cache(maxsize=KEPT)
+def sums_kernel(operands: Dtypes) -> SumsKernel:
+    """Return the kernel of ``step.products``: of g and, if there is one, h."""
+
+    def body(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        g = working(tensors["g"])
+        if "h" not in tensors:
+            return (g * g,)
+        h = working(tensors["h"])
+        return g * g, g * h, h * h
+
+    names = [name for name, _ in operands if name in ("g", "h")]
+    return SumsKernel(
+        print_sums(f"sums of {' and '.join(names)}", body, dict(operands))
+    )
+
+
+def _columns(dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
+    return torch.promote_types(dtypes["x"], torch.float32)
+
+
+@dataclass
+class LaunchSet:
+    """Tensors of one formula that one launch moves; they follow each other."""
+
+    positions: list[int]  # of their stacks, among all
+    group: int
+    rows: list[int]  # of each segment: its row among the parts of the group
+    parts: Parts  # the segments
+    table: AddressTable
+    dtypes: Dtypes  # of the operands, by name
+    # of operands that stay where they are, their addresses; None: given to each launch
+    fixed: dict[str, list[int] | None]
+    pieces: list[Tensor]  # the tensors
+    strides: list[tuple[int, ...]]  # of each tensor
+    scale: Tensor  # (segments, 1), of the segments' matrices
+
+    def __post_init__(self) -> None:
+        first, num = (self.rows[0], len(self.rows)) if self.rows else (0, 0)
+        self._are_consecutive = self.rows == list(range(first, first + num))
+        self._index = torch.tensor(self.rows, device=self.scale.device)
+
+    def addresses(self, given: Mapping[str, Sequence[Tensor]]) -> Tensor:
+        """Return the addresses on the device; ``given`` are this step's operands."""
+        lists = [
+            list(map(Tensor.data_ptr, given[name])) if fixed is None else fixed
+            for name, fixed in self.fixed.items()
+        ]
+        return self.table.on_device(lists)
+
+    def of_segments(self, values: Tensor) -> Tensor:
+        """Return the segments' rows of ``values``, of all parts of the group."""
+        if self._are_consecutive and self.rows:
+            return values[self.rows[0] : self.rows[-1] + 1]
+        return values.index_select(0, self._index)
+
+    def of_parts(self, sums: Tensor, first: int, num: int) -> Tensor:
+        """Return the sums over parts ``first`` to ``first + num`` of the group, from
+        the ``sums`` over segments (segments, pairs).
+        """
+        if self._are_consecutive and len(self.rows) == num:
+            return sums
+        totals = sums.new_zeros(num, sums.shape[1])
+        return totals.index_add_(0, self._index - first, sums)
+
+    def laid_out(
+        self, tensors: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[Sequence[Tensor], int]:
+        """Return an operand of this step in its dtype, laid out as the set's tensors,
+        and how many of its tensors had to be copied for that.
+        """
+        lie = list(map(Tensor.stride, tensors)) == self.strides
+        if lie and {t.dtype for t in tensors} == {dtype}:
+            return tensors, 0
+        alike, num_copied = [], 0
+        for tensor, piece in zip(tensors, self.pieces, strict=True):
+            if tensor.stride() != piece.stride() or tensor.dtype != dtype:
+                copy = torch.empty_like(piece, dtype=dtype)
+                tensor, num_copied = copy.copy_(tensor.view_as(piece)), num_copied + 1
+            alike.append(tensor)
+        return alike, num_copied
+
+
+Sets = tuple[list[LaunchSet], list[int]]  # and the stacks that no kernel moves
+Given = Mapping[str, Sequence[Any]]  # operands of this step, by name and stack
+
+
+class Kernels(InPlace):
+    """A ``step.Run`` that launches printed kernels over tensors where they lie. Each
+    tensor is a stack of its own.
+
+    Args:
+        places: of each stack the number of its group, and of its first part in it.
+        args, kwargs: as ``InPlace`` has them.
+    """
+
+    def __init__(
+        self, places: Sequence[tuple[int, int]], *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.is_fused = False
+        self._places = places
+        self.num_copied = 0  # gradients and factors that lie otherwise than parameters
+        self._sets: dict[Hashable, Sets] = {}
+        self._groups: Sequence[RuleGroup] = ()
+        self._decision: Decision | None = None
+        self._of_graphs: list[StackScalars] = []
+
+    # ---- the parts of a step ---------------------------------------------------------
+
+    def each(
+        self, function: Each, stacks: Sequence[Stack], grads: Sequence[Tensor]
+    ) -> list[Tensor]:
+        if self._is_off(stacks):
+            return super().each(function, stacks, grads)
+        results: list[Tensor | None] = [None] * len(stacks)
+        with named_range(RANGES[function]):
+            everything = list(range(len(stacks)))
+            sets, others = self._sets_of("update", everything, stacks, dict(g=grads))
+            for launched in sets:
+                addresses = self._addresses(launched, dict(g=grads))
+                sums = sums_kernel(launched.dtypes)(launched.parts, addresses)
+                first = launched.positions[0]
+                num = sum(stacks[i].num_clipped for i in launched.positions)
+                # of all its stacks, in order
+                results[first] = launched.of_parts(sums, self._places[first][1], num)
+            if others:
+                masked = [grads[i] if i in others else None for i in everything]
+                parts = self._by_calls(function, stacks, masked)
+                for i in others:
+                    results[i] = parts[i]
+        return [result for result in results if result is not None]
+
+    def per_stack(
+        self, groups: Sequence[RuleGroup], decision: Decision
+    ) -> list[StackScalars]:
+        """Return what stands for the scalars of each stack: kernels read the groups'
+        tables.
+        """
+        stacks = step.stacks_of(groups)
+        if self._is_off(stacks):
+            return super().per_stack(groups, decision)
+        self._groups, self._decision, self._of_graphs = groups, decision, []
+        return [StackScalars(decision.finite, decision.finite)] * len(stacks)
+
+    def move(
+        self, function: Move, stacks: Sequence[Stack], *columns: Sequence[Any]
+    ) -> tuple[list[Stack], list[Tensor | None]]:
+        if self._is_off(stacks):
+            return super().move(function, stacks, *columns)
+        active = [i for i, entry in enumerate(columns[0]) if entry is not None]
+        with named_range(RANGES[function]):
+            if function is step.update:
+                _, grads, *batches = columns
+                return list(stacks), self._update(active, stacks, grads, *batches)
+            self._apply(active, stacks, *columns)
+            return list(stacks), [None] * len(stacks)
+
+    def _update(
+        self,
+        active: list[int],
+        stacks: Sequence[Stack],
+        grads: Sequence[Tensor],
+        batches: Sequence[Tensor | None] | None = None,
+    ) -> list[Tensor | None]:
+        """Launch ``step.update``; return the matrices that go to owners, of stacks that
+        have no row of a batch.
+        """
+        batches = [None] * len(stacks) if batches is None else batches
+        outputs = self._outputs(active, stacks, batches)
+        pairs = zip(outputs, batches, strict=True)
+        given: Given = dict(
+            g=grads, o=_first([b if a is None else a for a, b in pairs])
+        )
+        sets, others = self._sets_of("update", active, stacks, given)
+        for launched in sets:
+            ok, table = self._segment_scalars(launched)
+            kind = formula(stacks[launched.positions[0]].algorithm)
+            kernel = update_kernel(kind, launched.dtypes, table.shape[1])
+            addresses = self._addresses(launched, given)
+            kernel(launched.parts, addresses, ok, table)
+        if others:
+            columns = self._for_graphs(others), grads, batches
+            results = self._by_calls(step.update, stacks, *columns)
+            for i in others:
+                outputs[i] = results[i]
+        return outputs
+
+    def _apply(
+        self,
+        active: list[int],
+        stacks: Sequence[Stack],
+        matrices: Sequence[Tensor | None],
+        rows: Sequence[Sequence[Tensor]],
+        _: Sequence[StackScalars],
+    ) -> None:
+        """Launch ``step.apply``."""
+        given: Given = dict(o=_first(matrices))
+        sets, others = self._sets_of("apply", active, stacks, given)
+        for launched in sets:
+            ok, table = self._segment_scalars(launched)
+            table = torch.cat([table, launched.scale], 1)
+            kind = formula(stacks[launched.positions[0]].algorithm)
+            kernel = apply_kernel(kind, launched.dtypes, table.shape[1])
+            addresses = self._addresses(launched, given)
+            kernel(launched.parts, addresses, ok, table)
+        if others:
+            masked = [m if i in others else None for i, m in enumerate(matrices)]
+            self._by_calls(step.apply, stacks, masked, rows, self._for_graphs(others))
+
+    # ---- operands and scalars --------------------------------------------------------
+
+    def _outputs(
+        self,
+        active: Sequence[int],
+        stacks: Sequence[Stack],
+        batches: Sequence[Tensor | None],
+    ) -> list[Tensor | None]:
+        """Return tensors for the matrices of stacks that have no row of a batch, and
+        send more than m.
+        """
+        outputs: list[Tensor | None] = [None] * len(stacks)
+        alone = [
+            i for i in active if batches[i] is None and stacks[i].algorithm.makes_matrix
+        ]
+        if alone:
+            xs, device = [stacks[i].x for i in alone], stacks[alone[0]].x.device
+            dtypes = [
+                batch_dtype(stacks[i].algorithm, x, device.type)
+                for i, x in zip(alone, xs, strict=True)
+            ]
+            made = empty_stacks([x.shape for x in xs], dtypes, device)
+            for i, output in zip(alone, made, strict=True):
+                outputs[i] = output
+        return outputs
+
+    def _addresses(self, launched: LaunchSet, given: Given) -> Tensor:
+        """Return a set's addresses. Operands of this step that lie otherwise than its
+        tensors are copied.
+        """
+        tensors = {}
+        for name, dtype in launched.dtypes:
+            if launched.fixed[name] is None and name in given:
+                column = given[name]
+                operands = [column[i] for i in launched.positions]
+                tensors[name], num_copied = launched.laid_out(operands, dtype)
+                self.num_copied += num_copied
+        self._held = tensors  # memory of copies, until the next launch
+        return launched.addresses(tensors)
+
+    def _segment_scalars(self, launched: LaunchSet) -> tuple[Tensor, Tensor]:
+        """Return which segments of a set move, and their rows of the table."""
+        assert self._decision is not None
+        hyper = self._groups[launched.group].hyper
+        ok = hyper.per_part(self._decision.ok[launched.group])
+        table = self._decision.tables[launched.group][launched.scale.dtype]
+        return launched.of_segments(ok), launched.of_segments(table)
+
+    def _for_graphs(self, others: Sequence[int]) -> list[StackScalars | None]:
+        """Return the scalars of the stacks that graphs move, None of those that kernels
+        move.
+        """
+        assert self._decision is not None
+        self._of_graphs = self._of_graphs or step.per_stack(
+            self._groups, self._decision
+        )
+        return [s if i in others else None for i, s in enumerate(self._of_graphs)]
+
+    # ---- which launch moves which tensors --------------------------------------------
+
+    def _is_off(self, stacks: Sequence[Stack]) -> bool:
+        """Whether a mode wants to see every operation, or there is no memory."""
+        return declined() is not None or (bool(stacks) and is_fake(stacks[0].x))
+
+    def _sets_of(
+        self, what: str, active: list[int], stacks: Sequence[Stack], given: Given
+    ) -> Sets:
+        """Return the sets of a launch of ``what``, "update" or "apply"."""
+        key = what, tuple(active), *given
+        if key not in self._sets:
+            self._sets[key] = self._find_sets(what, active, stacks, given)
+        return self._sets[key]
+
+    def _find_sets(
+        self, what: str, active: list[int], stacks: Sequence[Stack], given: Given
+    ) -> Sets:
+        together: list[tuple[tuple[int, Dtypes | None], list[int]]] = []
+        others: list[int] = []
+        for i in active:
+            operands = {name: tensors[i] for name, tensors in given.items()}
+            dtypes = self._printable(what, stacks[i], operands)
+            key = self._places[i][0], dtypes
+            if together and together[-1][0] == key:
+                together[-1][1].append(i)
+            else:
+                together.append((key, [i]))
+            if dtypes is None:
+                others.append(i)
+        sets = [
+            self._launch_set(what, positions, dtypes, stacks)
+            for (_, dtypes), positions in together
+            if dtypes is not None
+        ]
+        return sets, others
+
+    def _printable(
+        self, what: str, stack: Stack, given: Mapping[str, Tensor | None]
+    ) -> Dtypes | None:
+        """Return the dtypes of a launch's operands; None where a graph moves the stack:
+        it is a user's component, or has parts or positions that are no runs, or numbers
+        of rows.
+        """
+        algorithm, x = stack.algorithm, stack.x
+        kind = formula(algorithm)
+        has_rows = algorithm.matrix_only and algorithm.matrix_preconditioner.row_outputs
+        if not kind.is_shared or has_rows or stack.num_tensors != 1:
+            return None
+        needs_order = algorithm.matrix_only or stack.rows is not None
+        alike = all(b.stride() == x.stride() for b in stack.buffers.values())
+        is_run = x.is_contiguous() if needs_order else _is_dense(x)
+        if not (alike and is_run):
+            return None
+        if algorithm.stochastic_rounding and position_of(stack, 0) is None:
+            return None
+        dtypes = {"x": x.dtype}
+        if what == "update":
+            g = given["g"]
+            dtypes["g"] = x.dtype if g is None else g.dtype
+            dtypes |= {symbol: b.dtype for symbol, b in stack.buffers.items()}
+        if (o := given.get("o")) is not None:
+            dtypes["o"] = o.dtype
+        operands = tuple(dtypes.items())
+        table = _num_columns(algorithm, x.device)
+        try:
+            if what == "update":
+                update_kernel(kind, operands, table)
+            else:
+                apply_kernel(kind, operands, table + 1)
+        except Unprintable as error:
+            self._say(
+                logging.INFO,
+                f"graphs move the tensors of {algorithm}: no kernel has {error}",
+            )
+            return None
+        return operands
+
+    def _launch_set(
+        self, what: str, positions: list[int], dtypes: Dtypes, stacks: Sequence[Stack]
+    ) -> LaunchSet:
+        pieces = [stacks[i].x[0] for i in positions]
+        device = pieces[0].device
+        sizes, rows, tensors, starts, scales = [], [], [], [], list[float]()
+        places = list[tuple[int, int, int]]()
+        for n, i in enumerate(positions):
+            stack, (_, first) = stacks[i], self._places[i]
+            by_matrix = what == "apply"
+            of_matrices = _scales(stack) if by_matrix else [1.0]
+            for segment in segments_of(stack, by_matrix):
+                tensors.append(n)
+                starts.append(segment.start)
+                sizes.append(segment.size)
+                rows.append(first + segment.part)
+                scales.append(of_matrices[segment.matrix % len(of_matrices)])
+                if stack.algorithm.stochastic_rounding:
+                    position = position_of(stack, segment.start)
+                    assert position is not None
+                    places.append(position)
+        fixed: dict[str, list[int] | None] = {}
+        for name, _ in dtypes:
+            if name in ("g", "o"):
+                fixed[name] = None
+                continue
+            held = (
+                pieces if name == "x" else [stacks[i].buffers[name] for i in positions]
+            )
+            fixed[name] = list(map(Tensor.data_ptr, held))
+        offsets = torch.tensor(starts, dtype=torch.int64)
+        kinds = [dtype for _, dtype in dtypes]
+        return LaunchSet(
+            positions,
+            self._places[positions[0]][0],
+            rows,
+            Parts(sizes, device, positions=places or None),
+            AddressTable(kinds, tensors, offsets, device),
+            dtypes,
+            fixed,
+            pieces,
+            [piece.stride() for piece in pieces],
+            torch.tensor(scales, dtype=working_dtype(pieces[0]), device=device)[
+                :, None
+            ],
+        )
+
+
+def _first(stacks: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the one tensor of each stack."""
+    return [None if stack is None else stack[0] for stack in stacks]
+
+
+def _scales(stack: Stack) -> list[float]:
+    """Return the preconditioner's ``scale`` of each matrix in a batch of a tensor."""
+    scale = stack.algorithm.matrix_preconditioner.scale
+    matrices, cols = (
+        stack.algorithm.matrices,
+        stack.shape[stack.algorithm.matrices.column_dim(len(stack.shape)) :].numel(),
+    )
+    return [scale(rows, cols) for rows in matrices.part_rows(stack.shape)]
+
+
+def _num_columns(algorithm: Algorithm, device: torch.device) -> int:
+    """Return how many columns ``StepScalars.table`` has."""
+    num = len(algorithm.scalars(torch.ones(1, device=device), 1.0, 0.0))
+    num += 1 if algorithm.h_from is None else 2  # weights
+    num += 1 if algorithm.h_from == "step" else 0
+    return num + 2 * algorithm.stochastic_rounding
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether the elements of a stack fill a run of memory, in whatever order."""
+    order = sorted(range(x.ndim), key=x.stride, reverse=True)
+    return x.permute(order).is_contiguous()

@@ -1,1 +1,0 @@
-"""What corrections ask of the optimizer beside their step."""
