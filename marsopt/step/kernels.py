@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from marsopt.step.printer import BLOCK, CHUNK, STEP, Printed
+from marsopt.step.printer import BLOCK, CHUNK, NARROW, NUM_WARPS, Printed
 
 RING = 4  # host buffers: a step fills one while the copies of earlier steps wait
 
@@ -223,8 +223,9 @@ class UpdateKernel(Kernel):
                 *(addresses, parts.sizes, parts.positions, parts.parts, parts.blocks),
                 *(ok, scalars, num_parts),
                 BLOCK=parts.block,
-                STEP=min(STEP, parts.block),
-                num_warps=printed.num_warps,
+                WIDE=min(printed.wide, parts.block),
+                NARROW=min(NARROW, parts.block),
+                num_warps=NUM_WARPS,
             )
 
 
@@ -251,8 +252,9 @@ class SumsKernel(Kernel):
                 *(addresses, parts.sizes, parts.parts, parts.blocks),
                 *(partials, num_parts),
                 BLOCK=parts.block,
-                STEP=min(STEP, parts.block),
-                num_warps=printed.num_warps,
+                WIDE=min(printed.wide, parts.block),
+                NARROW=min(NARROW, parts.block),
+                num_warps=NUM_WARPS,
             )
             self._launch(
                 getattr(self._module, f"{printed.name}_totals"),

@@ -28,12 +28,11 @@ from marsopt.step.source import (
 )
 
 BLOCK = 4096  # elements of a program
-# of a program, by the registers that one element's operands take, at most: 4 warps are
-# fast (on an H200 8,192 elements by 8 warps take 1.12 times as long), but spill if an
-# element needs more
-NUM_WARPS = {5: 4, 10: 8}
-MOST_WARPS = 16
-STEP = 1024  # elements of a masked step
+NUM_WARPS = 4  # on an H200 8,192 elements by 8 warps take 1.12 times as long
+# elements of an unmasked step through a block, by the registers that one element's
+# operands take, at most: more elements spill
+WIDE = {5: 4096, 10: 2048, 1 << 30: 1024}
+NARROW = 1024  # elements of a masked step
 CHUNK = 1024  # blocks whose sums are added at once
 
 Update = Callable[[dict[str, Tensor], tuple[Tensor, ...], Tensor], Mapping[str, Tensor]]
@@ -55,13 +54,12 @@ class Printed:
     has_position: bool = False  # whether it reads the elements' numbers, int64
 
     @property
-    def num_warps(self) -> int:
-        """Warps of a program: enough for its elements to stay in registers."""
+    def wide(self) -> int:
+        """Elements of an unmasked step: their operands stay in registers."""
         accessed = {*self.reads, *self.writes}
         registers = sum(-(-self.operands[name].itemsize // 4) for name in accessed)
         registers += 2 * self.has_position
-        fitting = (num for most, num in NUM_WARPS.items() if registers <= most)
-        return next(fitting, MOST_WARPS)
+        return next(step for most, step in WIDE.items() if registers <= most)
 
     @property
     def bytes_read(self) -> int:
@@ -161,14 +159,13 @@ def print_sums(title: str, body: Sums, operands: Operands) -> Printed:
     values = [cast(v, computing_dtype(v.dtype)) for v in traced.results]
     num_terms = len(values)
     call = f"{', '.join(f'term{i}' for i in range(num_terms))} = {{call}}"
-    store = f"tl.store(partials + {num_terms} * program + {{i}}, tl.sum({{sum}}))"
-    wide, zeros, masked, stores = [call], [], [call], []
+    zeros, wide, masked, stores = [], [call], [call], []
     for i, value in enumerate(values):
-        wide.append(store.format(i=i, sum=f"term{i}"))
-        zeros.append(f"sum{i} = tl.zeros((STEP,), {triton_dtype(value.dtype)})")
-        masked.append(f"sum{i} += tl.where(lanes < size, term{i}, 0.0)")
-        stores.append(store.format(i=i, sum=f"sum{i}"))
-    lines = [*block.head(), *block.branches(wide, masked, zeros, stores)]
+        zeros.append(f"sum{i} = tl.full((), 0.0, {triton_dtype(value.dtype)})")
+        wide.append(f"sum{i} += tl.sum(term{i})")
+        masked.append(f"sum{i} += tl.sum(tl.where(lanes < size, term{i}, 0.0))")
+        stores.append(f"tl.store(partials + {num_terms} * program + {i}, sum{i})")
+    lines = [*block.head(), *zeros, *block.branches(wide, masked), *stores]
     source = compute_source(title, traced, [value.text for value in values])
     source += SUMS.format(name=name, lines=indented(lines, 4))
     source += totals_source(name, num_terms)
