@@ -17,16 +17,13 @@ TRACED_SIZE = (
 )
 SHORT = 40  # characters: longer expressions, and those with two uses, get a name
 
-DTYPES = {
+NAMES = {
     torch.float64: "tl.float64",
     torch.float32: "tl.float32",
     torch.bfloat16: "tl.bfloat16",
     torch.float16: "tl.float16",
     torch.int64: "tl.int64",
     torch.int32: "tl.int32",
-    torch.int16: "tl.int16",
-    torch.int8: "tl.int8",
-    torch.uint8: "tl.uint8",
     torch.bool: "tl.int1",
 }
 # operators that return their input's elements
@@ -197,7 +194,7 @@ class _Writer:
             return cast(self.values[args[0]], dtype)
         if operator == "view":
             text = self.values[args[0]].text
-            return Value(f"{text}.to({DTYPES[dtype]}, bitcast=True)", dtype)
+            return Value(f"{text}.to({triton_dtype(dtype)}, bitcast=True)", dtype)
         if operator == "where":
             texts = [self.values[args[0]].text]
             texts += [self.operand(branch, dtype).text for branch in args[1:]]
@@ -229,7 +226,7 @@ class _Writer:
         # of float32, tl.sqrt is approximate; sqrt_rn has no float64
         sqrt = "tl.sqrt_rn" if dtype == torch.float32 else "tl.sqrt"
         texts = [operand.text for operand in operands]
-        text = form.format(*texts, dtype=DTYPES[dtype], nan=nan, sqrt=sqrt)
+        text = form.format(*texts, dtype=triton_dtype(dtype), nan=nan, sqrt=sqrt)
         return Value(text, dtype)
 
     def operand(self, argument: Any, dtype: torch.dtype) -> Value:
@@ -256,6 +253,13 @@ def _form(
     return FORMS[operator]
 
 
+def triton_dtype(dtype: torch.dtype) -> str:
+    """Return the name of ``dtype`` in Triton."""
+    if dtype not in NAMES:
+        raise Unprintable(str(dtype))
+    return NAMES[dtype]
+
+
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which eager code computes a result of ``dtype``."""
     is_half = dtype in (torch.float16, torch.bfloat16)
@@ -266,14 +270,12 @@ def cast(value: Value, dtype: torch.dtype) -> Value:
     """Return ``value`` in ``dtype``, as eager code converts it."""
     if value.dtype == dtype:
         return value
-    if dtype not in DTYPES:
-        raise Unprintable(f"a conversion to {dtype}")
     if dtype == torch.bool:
         return Value(f"({value.text} != 0)", dtype)
     text = value.text
     if value.dtype == torch.float64 and computing_dtype(dtype) != dtype:
         text = f"{text}.to(tl.float32)"  # eager code rounds twice
-    return Value(f"{text}.to({DTYPES[dtype]})", dtype)
+    return Value(f"{text}.to({triton_dtype(dtype)})", dtype)
 
 
 def _literal(number: float, dtype: torch.dtype) -> str:
@@ -295,7 +297,7 @@ def _full(number: float, dtype: torch.dtype) -> str:
         text = repr(float(number))
     else:
         text = f'float("{number}")'
-    return f"tl.full((), {text}, {DTYPES[dtype]})"
+    return f"tl.full((), {text}, {triton_dtype(dtype)})"
 
 
 def _bare(text: str) -> str:

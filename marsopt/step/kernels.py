@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from marsopt.step.printer import BLOCK, CHUNK, STEP, Printed
+from marsopt.step.printer import BLOCK, CHUNK, NARROW, NUM_WARPS, Printed
 
 RING = 4  # host buffers: a step fills one while the copies of earlier steps wait
 
@@ -96,7 +96,7 @@ class AddressTable:
         self._tensors = torch.tensor(tensors, dtype=torch.int64)
         self._offsets = itemsizes * offsets  # (K, P) bytes
         self._table = torch.empty_like(self._offsets, device=device)
-        self._is_cuda = device.type == "cuda"
+        self._device, self._is_cuda = device, device.type == "cuda"
         self._sent: list[list[int]] | None = None
         self._ring: list[_HostBuffer] = []
         # made before a capture, which may not allocate pinned memory
@@ -115,15 +115,19 @@ class AddressTable:
             addresses: of each operand, the address of each of N tensors; 0 means that
                 the tensor lacks this operand, which then reads as zeros.
         """
-        if self._is_cuda and torch.cuda.is_current_stream_capturing():
-            buffer, self._spare = self._spare or self._host_buffer(), None
-            table = torch.empty_like(self._table)
-            self._captured.append((buffer, table))
-            self._fill(buffer.tensor, addresses)
-            return table.copy_(buffer.tensor, non_blocking=True)
-        if addresses != self._sent:
-            self._send(addresses)
+        with device_guard(self._device):
+            if self._is_cuda and torch.cuda.is_current_stream_capturing():
+                return self._capture(addresses)
+            if addresses != self._sent:
+                self._send(addresses)
         return self._table
+
+    def _capture(self, addresses: Sequence[Sequence[int]]) -> Tensor:
+        buffer, self._spare = self._spare or self._host_buffer(), None
+        table = torch.empty_like(self._table)
+        self._captured.append((buffer, table))
+        self._fill(buffer.tensor, addresses)
+        return table.copy_(buffer.tensor, non_blocking=True)
 
     def _send(self, addresses: Sequence[Sequence[int]]) -> None:
         self._spare = self._spare or self._host_buffer()
@@ -219,8 +223,9 @@ class UpdateKernel(Kernel):
                 *(addresses, parts.sizes, parts.positions, parts.parts, parts.blocks),
                 *(ok, scalars, num_parts),
                 BLOCK=parts.block,
-                STEP=min(STEP, parts.block),
-                num_warps=printed.num_warps,
+                WIDE=min(printed.wide, parts.block),
+                NARROW=min(NARROW, parts.block),
+                num_warps=NUM_WARPS,
             )
 
 
@@ -247,8 +252,9 @@ class SumsKernel(Kernel):
                 *(addresses, parts.sizes, parts.parts, parts.blocks),
                 *(partials, num_parts),
                 BLOCK=parts.block,
-                STEP=min(STEP, parts.block),
-                num_warps=printed.num_warps,
+                WIDE=min(printed.wide, parts.block),
+                NARROW=min(NARROW, parts.block),
+                num_warps=NUM_WARPS,
             )
             self._launch(
                 getattr(self._module, f"{printed.name}_totals"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from marsopt.step.expressions import DTYPES, cast, computing_dtype, print_body
+from marsopt.step.expressions import cast, computing_dtype, print_body, triton_dtype
 from marsopt.step.source import (
     SUMS,
     UPDATE,
@@ -28,10 +28,11 @@ from marsopt.step.source import (
 )
 
 BLOCK = 4096  # elements of a program
-# On an H200 8,192 elements by 8 warps take 1.12 times as long. Numbers of elements, of
-# which stochastic rounding makes noise, would spill the registers of 4 warps.
-NUM_WARPS, WITH_POSITION = 4, 8
-STEP = 1024  # elements of a masked step
+NUM_WARPS = 4  # on an H200 8,192 elements by 8 warps take 1.12 times as long
+# elements of an unmasked step through a block, by the registers that one element's
+# operands take, at most: more elements spill
+WIDE = {5: 4096, 10: 2048, 1 << 30: 1024}
+NARROW = 1024  # elements of a masked step
 CHUNK = 1024  # blocks whose sums are added at once
 
 Update = Callable[[dict[str, Tensor], tuple[Tensor, ...], Tensor], Mapping[str, Tensor]]
@@ -50,7 +51,15 @@ class Printed:
     num_columns: int = 0  # scalars of a part, if this is an update
     column_dtype: torch.dtype = torch.float32
     num_terms: int = 0  # sums of a part; 0: this is an update
-    num_warps: int = NUM_WARPS  # of a program
+    has_position: bool = False  # whether it reads the elements' numbers, int64
+
+    @property
+    def wide(self) -> int:
+        """Elements of an unmasked step: their operands stay in registers."""
+        accessed = {*self.reads, *self.writes}
+        registers = sum(-(-self.operands[name].itemsize // 4) for name in accessed)
+        registers += 2 * self.has_position
+        return next(step for most, step in WIDE.items() if registers <= most)
 
     @property
     def bytes_read(self) -> int:
@@ -123,7 +132,7 @@ def print_update(
         writes,
         num_columns,
         column_dtype,
-        num_warps=WITH_POSITION if "position" in traced.used else NUM_WARPS,
+        has_position=block.has_position,
     )
 
 
@@ -150,14 +159,13 @@ def print_sums(title: str, body: Sums, operands: Operands) -> Printed:
     values = [cast(v, computing_dtype(v.dtype)) for v in traced.results]
     num_terms = len(values)
     call = f"{', '.join(f'term{i}' for i in range(num_terms))} = {{call}}"
-    store = f"tl.store(partials + {num_terms} * program + {{i}}, tl.sum({{sum}}))"
-    wide, zeros, masked, stores = [call], [], [call], []
+    zeros, wide, masked, stores = [], [call], [call], []
     for i, value in enumerate(values):
-        wide.append(store.format(i=i, sum=f"term{i}"))
-        zeros.append(f"sum{i} = tl.zeros((STEP,), {DTYPES[value.dtype]})")
-        masked.append(f"sum{i} += tl.where(lanes < size, term{i}, 0.0)")
-        stores.append(store.format(i=i, sum=f"sum{i}"))
-    lines = [*block.head(), *block.branches(wide, masked, zeros, stores)]
+        zeros.append(f"sum{i} = tl.full((), 0.0, {triton_dtype(value.dtype)})")
+        wide.append(f"sum{i} += tl.sum(term{i})")
+        masked.append(f"sum{i} += tl.sum(tl.where(lanes < size, term{i}, 0.0))")
+        stores.append(f"tl.store(partials + {num_terms} * program + {i}, sum{i})")
+    lines = [*block.head(), *zeros, *block.branches(wide, masked), *stores]
     source = compute_source(title, traced, [value.text for value in values])
     source += SUMS.format(name=name, lines=indented(lines, 4))
     source += totals_source(name, num_terms)

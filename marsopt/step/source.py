@@ -12,7 +12,7 @@ from textwrap import indent, wrap
 
 import torch
 
-from marsopt.step.expressions import DTYPES, Body, Unprintable
+from marsopt.step.expressions import Body, Unprintable, triton_dtype
 
 ALIGNMENT = 16  # bytes of the widest access
 
@@ -41,7 +41,7 @@ UPDATE = """
 )
 def {name}(
     addresses, sizes, positions, parts, blocks, okays, scalars, num_parts,
-    BLOCK: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
 ):
     program = tl.program_id(0)
     part = tl.load(parts + program)
@@ -58,7 +58,7 @@ SUMS = """
 )
 def {name}(
     addresses, sizes, parts, blocks, partials, num_parts,
-    BLOCK: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
 ):
     program = tl.program_id(0)
     part = tl.load(parts + program)
@@ -164,34 +164,25 @@ class Block:
         runs = RUNS.splitlines() if self.has_position else []
         return [*START.splitlines(), *addresses, *runs]
 
-    def branches(
-        self,
-        wide: Sequence[str],
-        masked: Sequence[str],
-        before: Sequence[str] = (),
-        after: Sequence[str] = (),
-    ) -> list[str]:
-        """Return the lines that load elements and use them.
+    def branches(self, wide: Sequence[str], masked: Sequence[str]) -> list[str]:
+        """Return the lines that go through the block.
 
         Args:
-            wide: lines of a whole block; "{call}" is the function of elements.
-            masked: lines of each step through another block.
-            before: lines that precede all its steps.
-            after: lines that follow them.
+            wide: lines of a step through a whole block; "{call}" stands for the
+                function of elements.
+            masked: lines of a step through another block.
         """
-        wide = [
-            *self.wide_pointers(),
-            *(line.format(call=self.call("")) for line in wide),
-        ]
         mask = ", mask=has_{name}, other=0"
-        step = [line.format(call=self.call(mask)) for line in masked]
-        step = [*self.masked_pointers(), *step, "first += STEP"]
-        loop = ["first = 0", "while first < size:", indented(step, 4)]
+        wide = [line.format(call=self.call("")) for line in wide]
+        masked = [line.format(call=self.call(mask)) for line in masked]
         return [
             *self.condition(),
-            indented(wide, 4),
+            "    for first in range(0, BLOCK, WIDE):",
+            indented([*self.wide_pointers(), *wide], 8),
             "else:",
-            indented([*before, *loop, *after], 4),
+            "    first = 0",
+            "    while first < size:",
+            indented([*self.masked_pointers(), *masked, "first += NARROW"], 8),
         ]
 
     def condition(self) -> list[str]:
@@ -204,7 +195,7 @@ class Block:
         return [*lines, "if is_wide:"]
 
     def wide_pointers(self) -> list[str]:
-        lines = ["lanes = tl.arange(0, BLOCK)"]
+        lines = ["lanes = first + tl.arange(0, WIDE)"]
         lines += [ONE_RUN] if self.has_position else []
         for name in self.accessed:
             address = f"tl.multiple_of({name}_address, {ALIGNMENT})"
@@ -214,7 +205,7 @@ class Block:
         return lines
 
     def masked_pointers(self) -> list[str]:
-        lines = ["lanes = first + tl.arange(0, STEP)", "index = start + lanes"]
+        lines = ["lanes = first + tl.arange(0, NARROW)", "index = start + lanes"]
         lines += [POSITION] if self.has_position else []
         for name in self.accessed:
             pointer = self.pointer(name, f"{name}_address")
@@ -223,7 +214,7 @@ class Block:
         return lines
 
     def pointer(self, name: str, address: str) -> str:
-        return f"{address}.to(tl.pointer_type({DTYPES[self.operands[name]]}))"
+        return f"{address}.to(tl.pointer_type({triton_dtype(self.operands[name])}))"
 
     def call(self, mask: str) -> str:
         """Return the call of the function of elements."""

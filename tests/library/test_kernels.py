@@ -32,7 +32,14 @@ from marsopt.step.kernels import (
     available,
     load,
 )
-from marsopt.step.printer import BLOCK, CHUNK, NUM_WARPS, STEP, print_sums, print_update
+from marsopt.step.printer import (
+    BLOCK,
+    CHUNK,
+    NARROW,
+    NUM_WARPS,
+    print_sums,
+    print_update,
+)
 
 ROOT = Path(__file__).parents[2]
 TRITON = ROOT / os.environ.get("MARSOPT_TRITON", ".venv-triton")
@@ -120,7 +127,7 @@ def operands_of(preconditioner, *, x=F32, state=None, h=None, applies=False):
 
 
 AdamW, Lion, Orthogonal = marsopt.AdamW, marsopt.Lion, marsopt.Orthogonal
-NARROW = dict(state=BF16, rounds=True)
+ROUNDED = dict(state=BF16, rounds=True)
 FORMULAS = {
     "adamw": (AdamW(), {}),
     "adamw, all options": (
@@ -130,9 +137,9 @@ FORMULAS = {
     "adamw, weight of c": (AdamW(nesterov=0.2, cautious_weight_decay=True), {}),
     "adamw, float64": (AdamW(amsgrad=True, eps=0.0), dict(x=F64, h=F64)),
     "adamw, float16": (AdamW(), dict(x=F16, state=F32)),
-    "adamw, rounded": (AdamW(amsgrad=True), dict(**NARROW, h=F32)),
+    "adamw, rounded": (AdamW(amsgrad=True), dict(**ROUNDED, h=F32)),
     "lion": (Lion(weight_decay=0.1), dict(h=F32)),
-    "lion, rounded": (Lion(cautious_weight_decay=True), dict(x=BF16, **NARROW)),
+    "lion, rounded": (Lion(cautious_weight_decay=True), dict(x=BF16, **ROUNDED)),
     "sign of an average": (SignAverage(), dict(h=F32)),
     "orthogonal": (Orthogonal(), dict(h=F32)),
     "orthogonal, nesterov": (Orthogonal(nesterov=True), dict(x=BF16)),
@@ -411,6 +418,7 @@ def test_an_operand_that_nobody_reads_is_not_loaded():
         (lambda x: x.cumsum(1), "cumsum"),
         (lambda x: x - x.mean(), "mean"),
         (lambda x: x.exp(), "exp"),
+        (lambda x: x.to(torch.int16).to(F32), "torch.int16"),
         (lambda x: x**2.5, "pow with exponent 2.5"),
         (lambda x: torch.add(x, x, alpha=2), "add with"),
         (lambda x: x[:, :1] + x, "slice"),
@@ -439,23 +447,26 @@ def test_triton_runs_where_it_can(monkeypatch):
 TYPES = {"num_parts": "i32", "okays": "*i1", "partials": "*fp64", "totals": "*fp64"}
 TYPES |= dict.fromkeys(("parts", "blocks", "firsts"), "*i32")
 TYPES |= dict.fromkeys(("addresses", "sizes", "positions"), "*i64")
-SIZES_OF = {"BLOCK": BLOCK, "STEP": STEP, "CHUNK": CHUNK}
-WIDE = re.compile(r"(ld|st)\.global\S*\.v(?:4\.b32|2\.b64)")
+SIZES_OF = {"BLOCK": BLOCK, "NARROW": NARROW, "CHUNK": CHUNK}
+PER_ACCESS = 32 * NUM_WARPS * 16  # bytes
+ACCESS = re.compile(r"(ld|st)\.global\S*\.v(?:4\.b32|2\.b64)")
 
 
-def compile_for(capability, function, num_warps, scalars=F32):
+def compile_for(capability, formula, name):
     """Return PTX, and the use of registers and stacks, without a GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    names = function.arg_names
-    types = {**TYPES, "scalars": "*fp64" if scalars == F64 else "*fp32"}
-    signature = {name: types.get(name, "constexpr") for name in names}
-    sizes = {name: size for name, size in SIZES_OF.items() if name in names}
+    function = getattr(load(formula.source), name)
+    scalars = "*fp64" if formula.column_dtype == F64 else "*fp32"
+    types = {**TYPES, "scalars": scalars}
+    sizes = {**SIZES_OF, "WIDE": formula.wide}
+    signature = {k: types.get(k, "constexpr") for k in function.arg_names}
+    sizes = {k: sizes[k] for k, kind in signature.items() if kind == "constexpr"}
     code = ASTSource(fn=function, signature=signature, constexprs=sizes)
     target = GPUTarget("cuda", capability, 32)
-    kernel = triton.compile(code, target=target, options={"num_warps": num_warps})
+    kernel = triton.compile(code, target=target, options={"num_warps": NUM_WARPS})
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -469,16 +480,17 @@ def compile_for(capability, function, num_warps, scalars=F32):
 @compiled
 @pytest.mark.parametrize(
     ("name", "capability"),
-    [("adamw", 90), ("adamw, all options", 100), ("adamw, rounded", 80)],
+    [
+        *(("adamw", 90), ("adamw, all options", 100)),
+        *(("adamw, rounded", 80), ("adamw, float64", 90)),
+    ],
 )
 def test_compiled_update_accesses_whole_blocks_widely(name, capability):
     formula = printed(name)
-    function = getattr(load(formula.source), formula.name)
-    ptx, usage = compile_for(capability, function, formula.num_warps)
-    found = WIDE.findall(ptx)
-    per_access = 32 * formula.num_warps * 16  # bytes
-    assert found.count("ld") == formula.bytes_read * BLOCK // per_access
-    assert found.count("st") == formula.bytes_written * BLOCK // per_access
+    ptx, usage = compile_for(capability, formula, formula.name)
+    found = ACCESS.findall(ptx)
+    assert found.count("ld") == formula.bytes_read * formula.wide // PER_ACCESS
+    assert found.count("st") == formula.bytes_written * formula.wide // PER_ACCESS
     assert usage["STACK"] == usage["LOCAL"] == 0, "spills"
 
 
@@ -489,9 +501,8 @@ def test_compiled_sums_access_whole_blocks_widely():
         lambda t: (t["g"].float() ** 2, t["g"] * t["h"]),
         {"g": BF16, "h": F32},
     )
-    module = load(formula.source)
-    ptx, usage = compile_for(90, getattr(module, formula.name), NUM_WARPS)
-    assert WIDE.findall(ptx).count("ld") == 6 * BLOCK // (32 * NUM_WARPS * 16)
+    ptx, usage = compile_for(90, formula, formula.name)
+    assert ACCESS.findall(ptx).count("ld") == 6 * BLOCK // PER_ACCESS
     assert usage["STACK"] == usage["LOCAL"] == 0
-    _, usage = compile_for(90, getattr(module, f"{formula.name}_totals"), NUM_WARPS)
+    _, usage = compile_for(90, formula, f"{formula.name}_totals")
     assert usage["STACK"] == usage["LOCAL"] == 0
