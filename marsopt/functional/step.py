@@ -250,10 +250,7 @@ def _products(stack: Stack, g: Tensor) -> Tensor:
     g, rows = working(g.expand_as(stack.x)), stack.clipped_rows
     first = 1 if rows is None else stack.num_row_dims  # a norm has the remaining dims
     dims = row_dims(g.shape, first)
-    terms = [g * g]
-    if stack.h is not None:
-        h = working(stack.h)
-        terms += [g * h, h * h]
+    terms = product_terms(g, None if stack.h is None else working(stack.h))
     # (L, pairs, *the dims that are left)
     sums = torch.stack([t.sum(dims) if dims else t for t in terms], 1)
     if rows is None:
@@ -262,6 +259,11 @@ def _products(stack: Stack, g: Tensor) -> Tensor:
         sums = sums.flatten(1 + first).sum(-1)
     matrix_sums: Tensor = rows.sum(sums.flatten(0, 1)).view(*sums.shape[:2], -1)
     return matrix_sums.mT.flatten(0, 1)
+
+
+def product_terms(g: Tensor, h: Tensor | None) -> list[Tensor]:
+    """Return the products that sum up to <g, g> and, with h, to <g, h> and <h, h>."""
+    return [g * g] if h is None else [g * g, g * h, h * h]
 
 
 def row_dims(shape: Sequence[int], first: int) -> tuple[int, ...]:
@@ -563,10 +565,7 @@ def update(
     and for an elementwise algorithm. Where ``matrix`` is given, they are written there.
     """
     algorithm, s = stack.algorithm, StepScalars.of(scalars, stack, stack.x)
-    index = None
-    if algorithm.stochastic_rounding:
-        dtype = torch.int32 if stack.shape.numel() < 2**31 else torch.int64
-        index = flat_indices(stack.shape, stack.cuts, stack.x.device, dtype)
+    index = element_numbers(stack, stack.shape)
     out, new = new_values(
         algorithm, s, stack.x, g.expand_as(stack.x), stack.buffers, stack.h, index
     )
@@ -613,29 +612,45 @@ def new_values(
     correction = algorithm.active_correction
     if correction is not None and s.grad_clip is not None:
         new["h"] = correction.next_h(s.grad_clip * g, working(buffers["h"]))
-    for symbol, value in new.items():
-        number = list(algorithm.buffers).index(symbol)
-        dtype = buffers[symbol].dtype
-        if index is None or not algorithm.rounds(algorithm.buffers[symbol], dtype):
-            new[symbol] = value.to(dtype)
-        else:
-            assert s.key is not None
-            noise = rounding.noise(index, s.key, number)
-            new[symbol] = rounding.stochastic(value, noise)
-    return out, new
+    return out, {
+        symbol: rounded(algorithm, symbol, value, buffers[symbol].dtype, s.key, index)
+        for symbol, value in new.items()
+    }
 
 
-def rounded(stack: Stack, symbol: str, value: Tensor, key: Tensor | None) -> Tensor:
-    """Return a new value of a buffer of rows in its dtype; ``key`` is its factor."""
-    old, algorithm = stack.buffers[symbol], stack.algorithm
-    buffer = algorithm.buffers[symbol]
-    if key is None or not algorithm.rounds(buffer, old.dtype):
-        return value.to(old.dtype)
-    shape = buffer_shape(algorithm, buffer, stack.shape)
+def element_numbers(stack: Stack, shape: torch.Size) -> Tensor | None:
+    """Return the numbers of a piece's elements in a whole tensor of this shape, which
+    is cut as the parameter is; None if nothing is rounded stochastically.
+    """
+    if not stack.algorithm.stochastic_rounding:
+        return None
     dtype = torch.int32 if shape.numel() < 2**31 else torch.int64
-    index = flat_indices(shape, stack.cuts, old.device, dtype)
-    number = list(algorithm.buffers).index(symbol)
-    return rounding.stochastic(value, rounding.noise(index, key, number))
+    return flat_indices(shape, stack.cuts, stack.x.device, dtype)
+
+
+def rounded(
+    algorithm: Algorithm,
+    symbol: str,
+    value: Tensor,
+    dtype: torch.dtype,
+    key: Tensor | None,
+    index: Tensor | None,
+) -> Tensor:
+    """Return a new value of a buffer in the buffer's dtype.
+
+    Args:
+        algorithm: the algorithm of the parameter.
+        symbol: the buffer's.
+        value: the new value, in the working dtype.
+        dtype: of the buffer.
+        key: of the noise in this step, a factor of ``value``.
+        index: as ``element_numbers`` returns it.
+    """
+    buffers = algorithm.buffers
+    if key is None or index is None or not algorithm.rounds(buffers[symbol], dtype):
+        return value.to(dtype)
+    noise = rounding.noise(index, key, list(buffers).index(symbol))
+    return rounding.stochastic(value, noise)
 
 
 def write_params(stack: Stack, new: Tensor, s: StepScalars) -> Stack:
@@ -658,7 +673,13 @@ def apply(
         if symbol in buffers:
             old = buffers[symbol]
             of_old = StepScalars.of(scalars, stack, old)
-            value = rounded(stack, symbol, value, of_old.key)
+            buffer = stack.algorithm.buffers[symbol]
+            index = element_numbers(
+                stack, buffer_shape(stack.algorithm, buffer, stack.shape)
+            )
+            value = rounded(
+                stack.algorithm, symbol, value, old.dtype, of_old.key, index
+            )
             buffers[symbol] = torch.where(of_old.ok, value, old)
     o, x = working(matrix), working(stack.x)
     factors = {symbol: factor(value, o) for symbol, value in by_symbol.items()}

@@ -335,7 +335,7 @@ def join(
         rows=tuple(cell.storage_offset() // size for cell in cells),
     )
     if is_printed:
-        _hold_steps(state, params, t)
+        _view_steps(state, params, t)
         counts = list[Tensor](), list[Tensor]()
     else:
         counts = list(t.unbind()), _held_steps(state, params, t[0])
@@ -392,7 +392,7 @@ def _held_steps(state: State, params: Sequence[Tensor], like: Tensor) -> list[Te
     return [state[p]["step"] for p in params]
 
 
-def _hold_steps(state: State, params: Sequence[Tensor], t: Tensor) -> None:
+def _view_steps(state: State, params: Sequence[Tensor], t: Tensor) -> None:
     """Give ``state`` views of ``t`` (N,) as the parameters' counts of steps, with the
     values that it has.
     """

@@ -84,6 +84,8 @@ def position_of(stack: Stack, start: int) -> tuple[int, int, int] | None:
     its numbers have no such form.
     """
     piece, whole = stack.x.shape[1:], stack.shape
+    if not piece.numel():
+        return 0, 1, 0
     strides = [*accumulate(reversed(whole[1:]), lambda a, b: a * b, initial=1)][::-1]
     base, inner = 0, len(whole)
     for dim, indices in stack.cuts.items():
@@ -96,26 +98,36 @@ def position_of(stack: Stack, start: int) -> tuple[int, int, int] | None:
                 return None
             inner = dim
     if inner == len(whole):
-        return base + start, max(1, stack.x.numel()), 0
+        return base + start, piece.numel(), 0
     run, stride = piece[inner:].numel(), strides[inner - 1]
     return base + start // run * stride + start % run, run, stride
 
 
 @lru_cache(maxsize=KEPT)
-def update_kernel(kind: Formula, operands: Dtypes, num_columns: int) -> UpdateKernel:
-    """Return the kernel of ``step.update``: operands x, g, buffers by symbol and, where
-    matrices go to owners from a tensor of their own, o.
+def moving_kernel(
+    function: Move, kind: Formula, operands: Dtypes, num_columns: int
+) -> UpdateKernel:
+    """Return the kernel of a formula's ``step.update`` or ``step.apply``.
+
+    Args:
+        function: one of these two.
+        kind: the formula.
+        operands: of ``update`` x, g, buffers by symbol and, if the matrices for owners
+            have a tensor of their own, o; of ``apply`` x and o.
+        num_columns: scalars of a part; of ``apply`` the last one is the
+            preconditioner's ``scale``.
 
     Raises:
         Unprintable: an operator has no Triton expression.
     """
     algorithm, dtypes = kind.algorithm, dict(operands)
+    unread = torch.empty(())  # a kernel reads ok by itself
 
-    def body(
+    def update(
         tensors: dict[str, Tensor], columns: tuple[Tensor, ...], position: Tensor
     ) -> dict[str, Tensor]:
-        s = StepScalars.read(algorithm, torch.empty(()), *columns)
-        x, g, *_ = tensors.values()
+        s = StepScalars.read(algorithm, unread, *columns)
+        x, g = tensors["x"], tensors["g"]
         buffers = {k: v for k, v in tensors.items() if k in algorithm.buffers}
         index = position if algorithm.stochastic_rounding else None
         out, new = step.new_values(algorithm, s, x, g, buffers, buffers.get("h"), index)
@@ -124,58 +136,32 @@ def update_kernel(kind: Formula, operands: Dtypes, num_columns: int) -> UpdateKe
             return {"x": out, **new}
         return {**new, "o": new["m"] if out is None else out} if "o" in dtypes else new
 
-    return UpdateKernel(
-        print_update(
-            f"update of {algorithm}", body, dtypes, num_columns, _columns(dtypes)
-        )
-    )
-
-
-@lru_cache(maxsize=KEPT)
-def apply_kernel(kind: Formula, operands: Dtypes, num_columns: int) -> UpdateKernel:
-    """Return the kernel of ``step.apply``: operands x and o; the last column has the
-    preconditioner's ``scale``.
-
-    Raises:
-        Unprintable: an operator has no Triton expression.
-    """
-    algorithm, dtypes = kind.algorithm, dict(operands)
-
-    def body(
+    def apply(
         tensors: dict[str, Tensor], columns: tuple[Tensor, ...], position: Tensor
     ) -> dict[str, Tensor]:
         *columns_of_step, scale = columns
-        s = StepScalars.read(algorithm, torch.empty(()), *columns_of_step)
+        s = StepScalars.read(algorithm, unread, *columns_of_step)
         x, o = working(tensors["x"]), working(tensors["o"])
-        preconditioner = algorithm.matrix_preconditioner
-        return {"x": preconditioner.apply(x, o, {}, s.rule, scale)}
+        return {"x": algorithm.matrix_preconditioner.apply(x, o, {}, s.rule, scale)}
 
-    return UpdateKernel(
-        print_update(
-            f"apply of {algorithm}", body, dtypes, num_columns, _columns(dtypes)
-        )
-    )
+    name, body = ("update", update) if function is step.update else ("apply", apply)
+    dtype = torch.promote_types(dtypes["x"], torch.float32)
+    title = f"{name} of {algorithm}"
+    return UpdateKernel(print_update(title, body, dtypes, num_columns, dtype))
 
 
 @lru_cache(maxsize=KEPT)
 def sums_kernel(operands: Dtypes) -> SumsKernel:
     """Return the kernel of ``step.products``: of g and, if there is one, h."""
 
-    def body(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        g = working(tensors["g"])
-        if "h" not in tensors:
-            return (g * g,)
-        h = working(tensors["h"])
-        return g * g, g * h, h * h
+    def body(tensors: dict[str, Tensor]) -> list[Tensor]:
+        h = working(tensors["h"]) if "h" in tensors else None
+        return step.product_terms(working(tensors["g"]), h)
 
     names = [name for name, _ in operands if name in ("g", "h")]
     return SumsKernel(
         print_sums(f"sums of {' and '.join(names)}", body, dict(operands))
     )
-
-
-def _columns(dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
-    return torch.promote_types(dtypes["x"], torch.float32)
 
 
 @dataclass
@@ -185,19 +171,20 @@ class LaunchSet:
     positions: list[int]  # of their stacks, among all
     group: int
     rows: list[int]  # of each segment: its row among the parts of the group
+    kernel: UpdateKernel
     parts: Parts  # the segments
     table: AddressTable
     dtypes: Dtypes  # of the operands, by name
     # of operands that stay where they are, their addresses; None: given to each launch
     fixed: dict[str, list[int] | None]
     pieces: list[Tensor]  # the tensors
-    strides: list[tuple[int, ...]]  # of each tensor
     scale: Tensor  # (segments, 1), of the segments' matrices
 
     def __post_init__(self) -> None:
         first, num = (self.rows[0], len(self.rows)) if self.rows else (0, 0)
         self._are_consecutive = self.rows == list(range(first, first + num))
         self._index = torch.tensor(self.rows, device=self.scale.device)
+        self._strides = list(map(Tensor.stride, self.pieces))
 
     def addresses(self, given: Mapping[str, Sequence[Tensor]]) -> Tensor:
         """Return the addresses on the device; ``given`` are this step's operands."""
@@ -228,7 +215,7 @@ class LaunchSet:
         """Return an operand of this step in its dtype, laid out as the set's tensors,
         and how many of its tensors had to be copied for that.
         """
-        lie = list(map(Tensor.stride, tensors)) == self.strides
+        lie = list(map(Tensor.stride, tensors)) == self._strides
         if lie and {t.dtype for t in tensors} == {dtype}:
             return tensors, 0
         alike, num_copied = [], 0
@@ -275,10 +262,12 @@ class Kernels(InPlace):
         results: list[Tensor | None] = [None] * len(stacks)
         with named_range(RANGES[function]):
             everything = list(range(len(stacks)))
-            sets, others = self._sets_of("update", everything, stacks, dict(g=grads))
+            given: Given = dict(g=grads)
+            sets, others = self._sets_of(step.update, everything, stacks, given)
             for launched in sets:
-                addresses = self._addresses(launched, dict(g=grads))
-                sums = sums_kernel(launched.dtypes)(launched.parts, addresses)
+                operands = self._operands(launched, given)
+                kernel = sums_kernel(launched.dtypes)
+                sums = kernel(launched.parts, launched.addresses(operands))
                 first = launched.positions[0]
                 num = sum(stacks[i].num_clipped for i in launched.positions)
                 # of all its stacks, in order
@@ -331,13 +320,7 @@ class Kernels(InPlace):
         given: Given = dict(
             g=grads, o=_first([b if a is None else a for a, b in pairs])
         )
-        sets, others = self._sets_of("update", active, stacks, given)
-        for launched in sets:
-            ok, table = self._segment_scalars(launched)
-            kind = formula(stacks[launched.positions[0]].algorithm)
-            kernel = update_kernel(kind, launched.dtypes, table.shape[1])
-            addresses = self._addresses(launched, given)
-            kernel(launched.parts, addresses, ok, table)
+        others = self._launch(step.update, active, stacks, given)
         if others:
             columns = self._for_graphs(others), grads, batches
             results = self._by_calls(step.update, stacks, *columns)
@@ -355,17 +338,26 @@ class Kernels(InPlace):
     ) -> None:
         """Launch ``step.apply``."""
         given: Given = dict(o=_first(matrices))
-        sets, others = self._sets_of("apply", active, stacks, given)
-        for launched in sets:
-            ok, table = self._segment_scalars(launched)
-            table = torch.cat([table, launched.scale], 1)
-            kind = formula(stacks[launched.positions[0]].algorithm)
-            kernel = apply_kernel(kind, launched.dtypes, table.shape[1])
-            addresses = self._addresses(launched, given)
-            kernel(launched.parts, addresses, ok, table)
+        others = self._launch(step.apply, active, stacks, given)
         if others:
             masked = [m if i in others else None for i, m in enumerate(matrices)]
             self._by_calls(step.apply, stacks, masked, rows, self._for_graphs(others))
+
+    def _launch(
+        self, function: Move, active: list[int], stacks: Sequence[Stack], given: Given
+    ) -> list[int]:
+        """Launch the kernels of ``function`` over the stacks at ``active``; return the
+        stacks that graphs have to move.
+        """
+        sets, others = self._sets_of(function, active, stacks, given)
+        for launched in sets:
+            ok, table = self._segment_scalars(launched)
+            if function is step.apply:
+                table = torch.cat([table, launched.scale], 1)
+            operands = self._operands(launched, given)
+            addresses = launched.addresses(operands)
+            launched.kernel(launched.parts, addresses, ok, table)
+        return others
 
     # ---- operands and scalars --------------------------------------------------------
 
@@ -393,19 +385,20 @@ class Kernels(InPlace):
                 outputs[i] = output
         return outputs
 
-    def _addresses(self, launched: LaunchSet, given: Given) -> Tensor:
-        """Return a set's addresses. Operands of this step that lie otherwise than its
-        tensors are copied.
+    def _operands(
+        self, launched: LaunchSet, given: Given
+    ) -> dict[str, Sequence[Tensor]]:
+        """Return a set's operands of this step; the caller holds them until it has
+        launched. Those that lie otherwise than the set's tensors are copied.
         """
-        tensors = {}
+        operands: dict[str, Sequence[Tensor]] = {}
         for name, dtype in launched.dtypes:
-            if launched.fixed[name] is None and name in given:
+            if launched.fixed[name] is None:
                 column = given[name]
-                operands = [column[i] for i in launched.positions]
-                tensors[name], num_copied = launched.laid_out(operands, dtype)
+                tensors = [column[i] for i in launched.positions]
+                operands[name], num_copied = launched.laid_out(tensors, dtype)
                 self.num_copied += num_copied
-        self._held = tensors  # memory of copies, until the next launch
-        return launched.addresses(tensors)
+        return operands
 
     def _segment_scalars(self, launched: LaunchSet) -> tuple[Tensor, Tensor]:
         """Return which segments of a set move, and their rows of the table."""
@@ -432,42 +425,48 @@ class Kernels(InPlace):
         return declined() is not None or (bool(stacks) and is_fake(stacks[0].x))
 
     def _sets_of(
-        self, what: str, active: list[int], stacks: Sequence[Stack], given: Given
+        self, function: Move, active: list[int], stacks: Sequence[Stack], given: Given
     ) -> Sets:
-        """Return the sets of a launch of ``what``, "update" or "apply"."""
-        key = what, tuple(active), *given
+        """Return the sets of a launch of ``step.update`` or ``step.apply``."""
+        key = function, tuple(active), *given
         if key not in self._sets:
-            self._sets[key] = self._find_sets(what, active, stacks, given)
+            self._sets[key] = self._find_sets(function, active, stacks, given)
         return self._sets[key]
 
     def _find_sets(
-        self, what: str, active: list[int], stacks: Sequence[Stack], given: Given
+        self, function: Move, active: list[int], stacks: Sequence[Stack], given: Given
     ) -> Sets:
-        together: list[tuple[tuple[int, Dtypes | None], list[int]]] = []
-        others: list[int] = []
+        num_columns = {
+            algorithm: _num_columns(algorithm, stacks[0].x.device)
+            for algorithm in dict.fromkeys(stacks[i].algorithm for i in active)
+        }
+        together: list[tuple[tuple[int, Dtypes], UpdateKernel | None, list[int]]] = []
         for i in active:
+            stack = stacks[i]
             operands = {name: tensors[i] for name, tensors in given.items()}
-            dtypes = self._printable(what, stacks[i], operands)
+            dtypes = _dtypes(function, stack, operands)
+            num = num_columns[stack.algorithm] + (function is step.apply)
+            kernel = self._kernel(function, stack, dtypes, num)
             key = self._places[i][0], dtypes
-            if together and together[-1][0] == key:
-                together[-1][1].append(i)
+            if together and together[-1][:2] == (key, kernel):
+                together[-1][2].append(i)
             else:
-                together.append((key, [i]))
-            if dtypes is None:
-                others.append(i)
-        sets = [
-            self._launch_set(what, positions, dtypes, stacks)
-            for (_, dtypes), positions in together
-            if dtypes is not None
-        ]
+                together.append((key, kernel, [i]))
+        sets, others = [], list[int]()
+        for (_, dtypes), kernel, positions in together:
+            if kernel is None:
+                others += positions
+            else:
+                sets.append(
+                    self._launch_set(function, kernel, positions, dtypes, stacks)
+                )
         return sets, others
 
-    def _printable(
-        self, what: str, stack: Stack, given: Mapping[str, Tensor | None]
-    ) -> Dtypes | None:
-        """Return the dtypes of a launch's operands; None where a graph moves the stack:
-        it is a user's component, or has parts or positions that are no runs, or numbers
-        of rows.
+    def _kernel(
+        self, function: Move, stack: Stack, dtypes: Dtypes, num_columns: int
+    ) -> UpdateKernel | None:
+        """Return the kernel that moves a stack; None if graphs have to: it is of a
+        user's component, its parts or positions are no runs, or it has numbers of rows.
         """
         algorithm, x = stack.algorithm, stack.x
         kind = formula(algorithm)
@@ -481,30 +480,22 @@ class Kernels(InPlace):
             return None
         if algorithm.stochastic_rounding and position_of(stack, 0) is None:
             return None
-        dtypes = {"x": x.dtype}
-        if what == "update":
-            g = given["g"]
-            dtypes["g"] = x.dtype if g is None else g.dtype
-            dtypes |= {symbol: b.dtype for symbol, b in stack.buffers.items()}
-        if (o := given.get("o")) is not None:
-            dtypes["o"] = o.dtype
-        operands = tuple(dtypes.items())
-        table = _num_columns(algorithm, x.device)
         try:
-            if what == "update":
-                update_kernel(kind, operands, table)
-            else:
-                apply_kernel(kind, operands, table + 1)
+            return moving_kernel(function, kind, dtypes, num_columns)
         except Unprintable as error:
             self._say(
                 logging.INFO,
                 f"graphs move the tensors of {algorithm}: no kernel has {error}",
             )
             return None
-        return operands
 
     def _launch_set(
-        self, what: str, positions: list[int], dtypes: Dtypes, stacks: Sequence[Stack]
+        self,
+        function: Move,
+        kernel: UpdateKernel,
+        positions: list[int],
+        dtypes: Dtypes,
+        stacks: Sequence[Stack],
     ) -> LaunchSet:
         pieces = [stacks[i].x[0] for i in positions]
         device = pieces[0].device
@@ -512,7 +503,7 @@ class Kernels(InPlace):
         places = list[tuple[int, int, int]]()
         for n, i in enumerate(positions):
             stack, (_, first) = stacks[i], self._places[i]
-            by_matrix = what == "apply"
+            by_matrix = function is step.apply
             of_matrices = _scales(stack) if by_matrix else [1.0]
             for segment in segments_of(stack, by_matrix):
                 tensors.append(n)
@@ -524,14 +515,9 @@ class Kernels(InPlace):
                     position = position_of(stack, segment.start)
                     assert position is not None
                     places.append(position)
-        fixed: dict[str, list[int] | None] = {}
-        for name, _ in dtypes:
-            if name in ("g", "o"):
-                fixed[name] = None
-                continue
-            held = (
-                pieces if name == "x" else [stacks[i].buffers[name] for i in positions]
-            )
+        fixed: dict[str, list[int] | None] = dict.fromkeys(name for name, _ in dtypes)
+        for name in fixed.keys() - {"g", "o"}:
+            held = [stacks[i].buffers.get(name, stacks[i].x) for i in positions]
             fixed[name] = list(map(Tensor.data_ptr, held))
         offsets = torch.tensor(starts, dtype=torch.int64)
         kinds = [dtype for _, dtype in dtypes]
@@ -539,12 +525,12 @@ class Kernels(InPlace):
             positions,
             self._places[positions[0]][0],
             rows,
+            kernel,
             Parts(sizes, device, positions=places or None),
             AddressTable(kinds, tensors, offsets, device),
             dtypes,
             fixed,
             pieces,
-            [piece.stride() for piece in pieces],
             torch.tensor(scales, dtype=working_dtype(pieces[0]), device=device)[
                 :, None
             ],
@@ -558,12 +544,18 @@ def _first(stacks: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 def _scales(stack: Stack) -> list[float]:
     """Return the preconditioner's ``scale`` of each matrix in a batch of a tensor."""
-    scale = stack.algorithm.matrix_preconditioner.scale
-    matrices, cols = (
-        stack.algorithm.matrices,
-        stack.shape[stack.algorithm.matrices.column_dim(len(stack.shape)) :].numel(),
-    )
-    return [scale(rows, cols) for rows in matrices.part_rows(stack.shape)]
+    algorithm = stack.algorithm
+    shapes = algorithm.matrices.part_shapes(stack.shape)
+    return [algorithm.matrix_preconditioner.scale(*shape) for shape in shapes]
+
+
+def _dtypes(function: Move, stack: Stack, given: Mapping[str, Tensor | None]) -> Dtypes:
+    """Return the dtypes of a launch's operands, some of which a step has ``given``."""
+    operands: dict[str, Tensor | None] = {"x": stack.x, **given}
+    if function is step.update:
+        operands |= stack.buffers
+    pairs = operands.items()
+    return tuple((name, t.dtype) for name, t in pairs if t is not None)
 
 
 def _num_columns(algorithm: Algorithm, device: torch.device) -> int:

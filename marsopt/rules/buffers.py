@@ -64,9 +64,7 @@ def owned_shapes(
     """Return the shapes of an owner's ``buffer`` of the matrices in a tensor of this
     shape: of those in one batch (rows, cols).
     """
-    cols = shape[matrices.column_dim(len(shape)) :].numel()
-    sizes = [torch.Size([rows, cols]) for rows in matrices.part_rows(shape)]
-    return [buffer.shape(size, matrices) for size in sizes]
+    return [buffer.shape(size, matrices) for size in matrices.part_shapes(shape)]
 
 
 def owned_parts(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

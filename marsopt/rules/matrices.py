@@ -112,6 +112,11 @@ class Matrices:
         num, num_rows = self.splits or 1, self.row_shape(shape)[-1]
         return (num_rows // num,) * num
 
+    def part_shapes(self, shape: torch.Size) -> list[torch.Size]:
+        """Return (rows, cols) of each matrix of ``part_rows``."""
+        cols = shape[self.column_dim(len(shape)) :].numel()
+        return [torch.Size([rows, cols]) for rows in self.part_rows(shape)]
+
     def runs(self, shape: torch.Size) -> list[Run]:
         """Return ``part_rows``, in which parts of equal rows that follow each other are
         one run.

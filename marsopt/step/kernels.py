@@ -188,6 +188,23 @@ class Kernel:
         """Bytes of operands that a launch over ``parts`` stores, if all parts move."""
         return self.printed.bytes_written * parts.num_elements
 
+    def _launch_blocks(self, parts: Parts, addresses: Tensor, *args: Tensor) -> None:
+        """Launch a program for each block of ``parts``."""
+        printed, num_parts = self.printed, parts.num_parts
+        assert addresses.shape == (len(printed.operands), num_parts)
+        self._launch(
+            getattr(self._module, printed.name),
+            parts.num_blocks,
+            addresses,
+            parts.sizes,
+            *args,
+            num_parts,
+            BLOCK=parts.block,
+            WIDE=min(printed.wide, parts.block),
+            NARROW=min(NARROW, parts.block),
+            num_warps=NUM_WARPS,
+        )
+
     def _launch(
         self, function: Any, num: int, *args: Tensor | int, **sizes: int
     ) -> None:
@@ -211,22 +228,13 @@ class UpdateKernel(Kernel):
             scalars: (P, S), contiguous, in the printed dtype.
         """
         printed, num_parts = self.printed, parts.num_parts
-        assert addresses.shape == (len(printed.operands), num_parts)
         assert ok.shape == (num_parts,) and ok.dtype == torch.bool
         assert scalars.shape == (num_parts, printed.num_columns)
         assert scalars.dtype == printed.column_dtype
         assert ok.is_contiguous() and scalars.is_contiguous()
         with device_guard(parts.device):
-            self._launch(
-                getattr(self._module, printed.name),
-                parts.num_blocks,
-                *(addresses, parts.sizes, parts.positions, parts.parts, parts.blocks),
-                *(ok, scalars, num_parts),
-                BLOCK=parts.block,
-                WIDE=min(printed.wide, parts.block),
-                NARROW=min(NARROW, parts.block),
-                num_warps=NUM_WARPS,
-            )
+            blocks = parts.parts, parts.blocks
+            self._launch_blocks(parts, addresses, parts.positions, *blocks, ok, scalars)
 
 
 class SumsKernel(Kernel):
@@ -241,21 +249,11 @@ class SumsKernel(Kernel):
             addresses: (K, P) int64, as ``AddressTable.on_device`` returns them.
         """
         printed, num_parts = self.printed, parts.num_parts
-        assert addresses.shape == (len(printed.operands), num_parts)
         options: Any = dict(dtype=torch.float64, device=parts.device)
         partials = torch.empty(parts.num_blocks, printed.num_terms, **options)
         totals = torch.empty(num_parts, printed.num_terms, **options)
         with device_guard(parts.device):
-            self._launch(
-                getattr(self._module, printed.name),
-                parts.num_blocks,
-                *(addresses, parts.sizes, parts.parts, parts.blocks),
-                *(partials, num_parts),
-                BLOCK=parts.block,
-                WIDE=min(printed.wide, parts.block),
-                NARROW=min(NARROW, parts.block),
-                num_warps=NUM_WARPS,
-            )
+            self._launch_blocks(parts, addresses, parts.parts, parts.blocks, partials)
             self._launch(
                 getattr(self._module, f"{printed.name}_totals"),
                 num_parts,

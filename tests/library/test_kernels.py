@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,8 @@ import pytest
 import torch
 
 import marsopt
+from marsopt.optim import compiled as compiled_steps
+from marsopt.optim.kernels import Kernels
 from marsopt.rules import rounding
 from marsopt.rules.dtypes import working, working_dtype
 from marsopt.rules.lion import SignAverage
@@ -506,3 +509,63 @@ def test_compiled_sums_access_whole_blocks_widely():
     assert usage["STACK"] == usage["LOCAL"] == 0
     _, usage = compile_for(90, formula, f"{formula.name}_totals")
     assert usage["STACK"] == usage["LOCAL"] == 0
+
+
+# ---- the class -----------------------------------------------------------------------
+
+RULES = [
+    ("adamw", {}),
+    ("mars-adamw", {}),
+    ("mars-adamw", dict(state_dtype=BF16, stochastic_rounding=True)),
+    ("moonlight", dict(ns_dtype=F32)),
+    ("mars-m", dict(ns_dtype=F32)),
+]
+
+
+def trained(name, compile, **options):
+    """Four steps of two groups: with every gradient, without one, with gradients that
+    are laid out otherwise, with a NaN.
+    """
+    g = torch.Generator().manual_seed(0)
+    shapes = [(70, 30), (1000,), (8, 8), (30, 70)]
+    params = [torch.nn.Parameter(torch.randn(s, generator=g)) for s in shapes]
+    groups = [dict(params=params[:2]), dict(params=params[2:], lr=2e-2)]
+    options |= dict(mars_type=name, lr=1e-2, max_norm=1.0, compile=compile)
+    optimizer = marsopt.MARS(groups, **options)
+    for number in range(4):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=g)
+            if number == 2:
+                p.grad = p.grad.mT.contiguous().mT if p.ndim == 2 else p.grad
+        if number == 1:
+            params[0].grad = None
+        elif number == 3:
+            params[2].grad[0, 0] = torch.nan
+        optimizer.step()
+    return params, optimizer
+
+
+@interpreted
+@anything
+@pytest.mark.parametrize(("name", "options"), RULES)
+def test_interpreted_steps_of_the_class_are_eager_ones(name, options, monkeypatch):
+    monkeypatch.setattr(compiled_steps, "graph_of", None)  # no graph takes a part
+    params, optimizer = trained(name, None, **options)
+    assert isinstance(vars(optimizer)["_run"], Kernels)
+    others, eager = trained(name, False, **options)
+    assert optimizer.num_skipped == eager.num_skipped == 1
+    rounded = options.get("stochastic_rounding", False)
+    bounds = dict(rtol=0, atol=1e-4) if rounded else dict(rtol=1e-5, atol=1e-6)
+    for p, other in zip(params, others, strict=True):
+        torch.testing.assert_close(p, other, **bounds)
+        assert optimizer.state[p]["step"] == eager.state[other]["step"]
+
+
+@interpreted
+@anything
+@pytest.mark.parametrize("name", ["mars-adamw", "moonlight"])
+def test_interpreted_steps_let_gradients_go(name):
+    params, optimizer = trained(name, None)
+    gradients = [weakref.ref(p.grad) for p in params]
+    optimizer.zero_grad()
+    assert [gradient() for gradient in gradients] == [None] * len(params)
