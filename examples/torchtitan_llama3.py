@@ -44,7 +44,7 @@ def by_moonlight(config, *, lr: float, interval: int, compile: bool | None = Non
     """``config`` with Moonlight, and a checkpoint every ``interval`` steps."""
     from torchtitan.components.checkpointer import CheckpointManager
 
-    from marsopt.parallel.torchtitan import default_mars
+    from marsopt.interop.torchtitan import default_mars
 
     config.optimizer = default_mars(lr=lr, weight_decay_1d=0.1, compile=compile)
     config.lr_scheduler.min_lr_factor = 0.1

@@ -9,9 +9,9 @@ from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.named import mars, rule
 from marsopt.functional.rule import Rule
 from marsopt.functional.trees import FlatGroup
-from marsopt.optim.for_model import for_model
+from marsopt.models.for_model import for_model
+from marsopt.models.param_groups import param_groups
 from marsopt.optim.mars import MARS
-from marsopt.optim.param_groups import param_groups
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.correction import Approximate, Correction

@@ -3,7 +3,7 @@
 (pytorch/torchtitan: optimizer.py at 1697d399, ema.py at 2d4176c2). The rest of
 torchtitan is the one that is installed.
 
-    adapter = titan_main.adapter()    # marsopt.parallel.torchtitan over the stand-in
+    adapter = titan_main.adapter()    # marsopt.interop.torchtitan over the stand-in
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchtitan.components.optimizer.utils import (  # noqa: E402
 )
 from torchtitan.config import Configurable  # noqa: E402
 
-PATH = Path(__file__).parent.parent / "parallel" / "torchtitan.py"
+PATH = Path(__file__).parent.parent / "marsopt/interop/torchtitan.py"
 
 
 class BaseOptimizer(Optimizer, Configurable):
@@ -121,7 +121,7 @@ class OptimizersContainer(Optimizer, Configurable):
 
 
 def adapter() -> ModuleType:
-    """``marsopt.parallel.torchtitan`` as it is where main is installed."""
+    """``marsopt.interop.torchtitan`` as it is where main is installed."""
     spec = importlib.util.spec_from_file_location("marsopt.parallel.titan_main", PATH)
     found = importlib.util.module_from_spec(spec)
     present = {"torchtitan.components.optim": sys.modules[__name__]}

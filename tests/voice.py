@@ -1,4 +1,4 @@
-"""The prose of marsopt/ and parallel/: ``make lint`` fails on words that hide a noun.
+"""The prose of marsopt/: ``make lint`` fails on words that hide a noun.
 
 The head of a phrase is a concrete noun: "the value that the caller passes", and not
 "what is passed".
@@ -51,8 +51,7 @@ def hits(source: str) -> Iterator[tuple[int, str]]:
 
 
 if __name__ == "__main__":
-    rooms = [ROOT / "marsopt", ROOT / "parallel"]
-    paths = sorted(path for room in rooms for path in room.rglob("*.py"))
+    paths = sorted((ROOT / "marsopt").rglob("*.py"))
     found = [(path, *hit) for path in paths for hit in hits(path.read_text())]
     for path, line, words in found:
         place = f"{path.relative_to(ROOT)}:{line}"

@@ -8,6 +8,7 @@ shape.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,6 +25,12 @@ from marsopt.functional.stacks import empty_stacks, group_by
 Tree = Sequence[Tensor] | Mapping[str, Tensor]
 Name = Any  # of a leaf: a key of a mapping, or a position in a sequence
 AnyTree = TypeVar("AnyTree", bound=Tree)  # comes back in the same container
+# Parts of names that torch adds to a module that it compiles, checkpoints or shards,
+# and PEFT to a module that it adapts (a copy also has the adapter's name).
+WRAPPERS = re.compile(
+    r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|base_layer"
+    r"|original_module|modules_to_save\.[^.]+)(?=\.|$)"
+)
 
 
 @dataclass(frozen=True)
@@ -182,6 +189,11 @@ def check_container(tree: Tree, what: str) -> None:
         "NamedTuple, dict, OrderedDict or defaultdict, which come back as such: pass "
         f"{plain}({what})"
     )
+
+
+def plain_name(name: str) -> str:
+    """Return a name as the model itself has it, without wrappers."""
+    return WRAPPERS.sub("", name).removeprefix(".")
 
 
 def names(tree: Tree) -> list[Name]:

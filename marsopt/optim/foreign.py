@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from marsopt.functional.routing import algorithm_of
+from marsopt.functional.trees import plain_name
 from marsopt.optim.groups import Part, labels, parts_of
 from marsopt.optim.loading import SOURCE, check_is_of_optimizer, check_kind
-from marsopt.optim.roles import plain_name
 from marsopt.optim.state_dict import in_order_of_names
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.registry import FOLLOWED

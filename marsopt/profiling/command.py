@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from marsopt.models.roles import TABLES, by_name, roles
 from marsopt.optim.compiled import declined, missing_for
-from marsopt.optim.roles import TABLES, by_name, roles
 from marsopt.profiling.gpt2 import EMBEDDINGS, MODELS, VOCAB_SIZE, Subject, shapes
 from marsopt.profiling.machine import free_memory
 from marsopt.profiling.optimizer import profile_optimizer

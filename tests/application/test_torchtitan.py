@@ -23,7 +23,7 @@ from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 from marsopt import REGISTRY
-from marsopt.parallel.torchtitan import (
+from marsopt.interop.torchtitan import (
     BESIDE,
     MarsOptimizersContainer,
     build_mars,

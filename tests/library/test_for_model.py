@@ -18,7 +18,7 @@ import configs
 import marsopt
 from configs.published import LR
 from marsopt import LOCAL, MARS, for_model
-from marsopt.optim.for_model import LEARNING_RATES, RULES, learning_rate
+from marsopt.models.for_model import LEARNING_RATES, RULES, learning_rate
 from marsopt.parallel import MeshCollectives
 from tests.library.test_param_groups import SHAPE, adapted
 from tests.processes import spawn

@@ -24,8 +24,8 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 import marsopt
 from configs.published import LR, ONE_RATE, RULES, SIZES
 from marsopt import MARS, REGISTRY, param_groups
-from marsopt.optim import heads
-from marsopt.optim.roles import by_name, roles
+from marsopt.models import heads
+from marsopt.models.roles import by_name, roles
 from tests.library.test_hyperparameters import DRAWN
 from train.gpt2 import GPT2, Shape
 
@@ -494,7 +494,7 @@ def test_heads_that_a_model_declares(model, found):
 
 
 def test_debug_lists_the_names_of_each_group(caplog):
-    with caplog.at_level("DEBUG", "marsopt.optim.param_groups"):
+    with caplog.at_level("DEBUG", "marsopt.models.param_groups"):
         param_groups(LikeTimm(), "moonlight", lr=0.1)
     assert [record.getMessage() for record in caplog.records] == [
         "marsopt: matrix to moonlight: body.weight",
@@ -932,7 +932,7 @@ def test_names_alone_tell_as_much_to_torchtitan(name):
     """What default_mars gives to AdamW is what is no matrix; norms stay with the rule,
     which gives them to its AdamW.
     """
-    from marsopt.parallel.torchtitan import BESIDE
+    from marsopt.interop.torchtitan import BESIDE
 
     for parameter, p, role in roles(on_meta(name)):
         if p.ndim > 1 and parameter != "heads":

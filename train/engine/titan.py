@@ -25,7 +25,7 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
-from marsopt.parallel.torchtitan import MarsOptimizersContainer
+from marsopt.interop.torchtitan import MarsOptimizersContainer
 
 
 @contextmanager

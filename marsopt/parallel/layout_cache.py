@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .placement import Placement
+from marsopt.parallel.placement import Placement
 
 Found = TypeVar("Found")
 

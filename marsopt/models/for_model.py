@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from marsopt.functional.collectives import LOCAL, Collectives
+from marsopt.models.param_groups import param_groups
 from marsopt.optim.mars import MARS
-from marsopt.optim.param_groups import param_groups
 from marsopt.rules.registry import named
 
 log = logging.getLogger(__name__)

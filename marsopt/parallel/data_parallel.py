@@ -18,12 +18,11 @@ from marsopt.functional.collectives import (
     precondition_leaves,
     precondition_matrices,
 )
+from marsopt.parallel.agreement import check_equal
+from marsopt.parallel.exchange import Gather
+from marsopt.parallel.planner import Plan, assign_buckets
+from marsopt.parallel.shard_group import result_specs, results_in, row_dtype, widest
 from marsopt.rules.preconditioner import MatrixCost, MatrixOutput
-
-from .agreement import check_equal
-from .exchange import Gather
-from .planner import Plan, assign_buckets
-from .shard_group import result_specs, results_in, row_dtype, widest
 
 Shapes = tuple[tuple[int, ...], ...]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .placement import Placement
+from marsopt.parallel.placement import Placement
 
 
 class Reduction(NamedTuple):

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from marsopt.functional.collectives import OwnerBuffer
-
-from .exchange import TensorSpec, from_words, to_words
-from .placement import AxisPlacement, Placement, piece_of
-from .reductions import groups_of
+from marsopt.parallel.exchange import TensorSpec, from_words, to_words
+from marsopt.parallel.placement import AxisPlacement, Placement, piece_of
+from marsopt.parallel.reductions import groups_of
 
 MOST = 2**25  # bytes of buffers that ranks exchange at once, about
 

@@ -13,12 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from marsopt.functional.collectives import Request, precondition_matrices
+from marsopt.parallel.cut import Cut, MatrixSpec
+from marsopt.parallel.placement import Placement, shard_sizes
+from marsopt.parallel.planner import Matrix, Plan, assign_buckets
+from marsopt.parallel.shard_group import ShardGroup
 from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
-
-from .cut import Cut, MatrixSpec
-from .placement import Placement, shard_sizes
-from .planner import Matrix, Plan, assign_buckets
-from .shard_group import ShardGroup
 
 InOut = TypeVar("InOut", MatrixInput, MatrixOutput)
 

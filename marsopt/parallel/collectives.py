@@ -26,21 +26,20 @@ from marsopt.functional.collectives import (
     flat_row_indices,
     precondition_leaves,
 )
+from marsopt.parallel.agreement import check_equal
+from marsopt.parallel.cut import Cut, MatrixSpec, cut_of
+from marsopt.parallel.data_parallel import DataParallel
+from marsopt.parallel.grid import Grid, grid_of, group_over
+from marsopt.parallel.layout_cache import LayoutCache
+from marsopt.parallel.placement import Placement, dim_of, onto_first, piece_of
+from marsopt.parallel.planner import Machine, Matrix, Strategy, plan
+from marsopt.parallel.published import entries, whole_buffers
+from marsopt.parallel.reductions import Reduction, reductions_of
+from marsopt.parallel.shard_group import ShardGroup
 from marsopt.rules.buffers import owned_joined, owned_parts
 from marsopt.rules.matrices import row_numbers
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.preconditioner import MatrixCost, MatrixOutput
-
-from .agreement import check_equal
-from .cut import Cut, MatrixSpec, cut_of
-from .data_parallel import DataParallel
-from .grid import Grid, grid_of, group_over
-from .layout_cache import LayoutCache
-from .placement import Placement, dim_of, onto_first, piece_of
-from .planner import Machine, Matrix, Strategy, plan
-from .published import entries, whole_buffers
-from .reductions import Reduction, reductions_of
-from .shard_group import ShardGroup
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,8 @@ from heapq import heapreplace
 from math import ceil
 from typing import Literal
 
+from marsopt.parallel.placement import shard_size, shard_sizes
 from marsopt.rules.preconditioner import MatrixCost
-
-from .placement import shard_size, shard_sizes
 
 Strategy = Literal["auto", "owner", "replicate"]
 STRATEGIES: tuple[Strategy, ...] = ("auto", "owner", "replicate")

@@ -12,10 +12,9 @@ from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 
 from marsopt.functional.collectives import Request, precondition_matrices
+from marsopt.parallel.exchange import Exchange, Gather, Shape, TensorSpec
+from marsopt.parallel.planner import Matrix, Plan, plan
 from marsopt.rules.preconditioner import MatrixCost, MatrixOutput
-
-from .exchange import Exchange, Gather, Shape, TensorSpec
-from .planner import Matrix, Plan, plan
 
 
 class ShardGroup:

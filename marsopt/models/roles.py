@@ -12,7 +12,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from marsopt.optim import heads
+from marsopt.functional.trees import plain_name
+from marsopt.models import heads
 from marsopt.rules import checks
 
 Role = Literal[
@@ -47,12 +48,6 @@ NAMES: dict[Role, str] = {
     ),
     "router": r"(^|\.)router\.((?!lora_)[^.]+\.)*weight$|(^|\.)gate\.weight$",
 }
-# Parts of names that torch adds to a module that it compiles, checkpoints or shards,
-# and PEFT to a module that it adapts (a copy also has the adapter's name).
-WRAPPERS = re.compile(
-    r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|base_layer"
-    r"|original_module|modules_to_save\.[^.]+)(?=\.|$)"
-)
 # LoRA's two factors, as PEFT, torchtune, torchtitan, loralib and diffusers name them
 ADAPTERS = re.compile(r"(^|\.)lora_(A|B|a|b|down|up)(\.|$)")
 
@@ -153,11 +148,6 @@ def _by_name_in(name: str, names: list[str], known: _Known) -> Role | None:
     if role == "head" and not heads.ends_head(name, known.matrices):
         return None
     return role
-
-
-def plain_name(name: str) -> str:
-    """Return a name as the model itself has it, without wrappers."""
-    return WRAPPERS.sub("", name).removeprefix(".")
 
 
 def _name_in(owner: nn.Module, name: str) -> str:

@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from marsopt import Matrices
+from marsopt.parallel.placement import Placement, shard_sizes
+from marsopt.parallel.planner import Matrix
+from marsopt.rules.matrices import Matrices
 from marsopt.rules.preconditioner import MatrixPreconditioner
-
-from .placement import Placement, shard_sizes
-from .planner import Matrix
 
 
 class MatrixSpec(NamedTuple):

@@ -1,6 +1,6 @@
 """MARS in torchtitan, beside its AdamW.
 
-    from marsopt.parallel.torchtitan import default_mars
+    from marsopt.interop.torchtitan import default_mars
 
     config.optimizer = default_mars(lr=3e-3)        # 0.3.0
     config.optim.optimizer = default_mars(lr=3e-3)  # main
@@ -24,12 +24,11 @@ from torch.optim import Optimizer
 
 from marsopt import MARS
 from marsopt.functional.routing import all_hyperparameters, of_adamw
-from marsopt.optim.roles import NAMES
+from marsopt.models.roles import NAMES
+from marsopt.parallel.collectives import over_meshes
 from marsopt.rules import checks
 from marsopt.rules.hyperparameters import check_names
 from marsopt.rules.registry import named
-
-from .collectives import over_meshes
 
 try:  # main, read at 1697d399: an optimizer has its pattern and its configuration
     from torchtitan.components.optim import BaseOptimizer, OptimizersContainer
@@ -37,6 +36,8 @@ except ImportError:  # 0.3.0: param groups name an optimizer
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
     BaseOptimizer = None
+
+__all__ = ["MarsOptimizersContainer", "build_mars", "default_mars"]
 
 NAME = "MARS"
 # What AdamW moves beside the rule in default_mars, as marsopt.param_groups tells it by

@@ -1,0 +1,1 @@
+"""Other libraries: torchtitan, and tests of components that users write."""

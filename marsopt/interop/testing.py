@@ -1,0 +1,186 @@
+"""Checks for tests of a component of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from marsopt.functional.collectives import LOCAL
+from marsopt.functional.state import Leaves, bind, new_state
+from marsopt.functional.step_types import Stack, factor
+from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.correction import Correction
+from marsopt.rules.lion import Lion
+from marsopt.rules.preconditioner import MatrixInput, Preconditioner
+
+__all__ = ["check_component"]
+
+
+def check_component(
+    component: Preconditioner | Correction, shape: Sequence[int] = (4, 3)
+) -> None:
+    """Check a component's outputs against its declared buffers: call it in a test of
+    your own preconditioner or correction.
+
+    A component has to return every buffer that it declares, in the shape and dtype in
+    which it got the buffer, and must not write into its arguments: a skipped step keeps
+    the old values.
+
+    Args:
+        component: an instance, with the hyperparameters to check.
+        shape: of the parameter that takes the step, which is zero on the CPU.
+
+    Raises:
+        TypeError: ``component`` is no preconditioner and no correction.
+        ValueError: ``component`` returns other buffers, shapes or dtypes than it
+            declares, writes into an argument, or takes only matrices and ``shape`` is
+            no matrix.
+
+    Example:
+        >>> class Forgetful(marsopt.Lion):
+        ...     def update(self, x, c, buffers, s):
+        ...         x, _ = super().update(x, c, buffers, s)
+        ...         return x, {}
+        >>> marsopt.testing.check_component(marsopt.Lion())
+        >>> marsopt.testing.check_component(Forgetful())  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        ValueError: got {} from Forgetful.update, expected {'m': ((1, 4, 3), ...
+    """
+    if isinstance(component, Correction):
+        algorithm = Algorithm(preconditioner=Lion(), correction=component)
+        if algorithm.h_from == "step":
+            _check_next_h(component, _stack(algorithm, shape))
+        return
+    if not isinstance(component, Preconditioner):
+        raise TypeError(
+            f"got {component!r}, expected a preconditioner or a correction: pass an "
+            "instance of the class"
+        )
+    _check_update(_stack(Algorithm(preconditioner=component), shape))
+
+
+def _stack(algorithm: Algorithm, shape: Sequence[int]) -> Stack:
+    """Return a parameter of zeros with the state before its first step."""
+    params = [torch.zeros(*shape)]
+    leaves = Leaves(algorithm, params, None, LOCAL)
+    group, *_ = bind(leaves, params, None, new_state(leaves), 1e-3, None, 0)
+    return group.stacks[0]
+
+
+def _check_next_h(correction: Correction, stack: Stack) -> None:
+    """Check the reference gradient of the next step."""
+    g, old = torch.zeros_like(stack.x), {"h": stack.buffers["h"]}
+    what = f"{type(correction).__name__}.next_h"
+    with _unwritten(what, {"g": g, **old}):
+        h = correction.next_h(g, old["h"])
+    _compare(what, {"h": h}, old, {"h"})
+
+
+def _check_update(stack: Stack) -> None:
+    """Check the outputs of a preconditioner for a parameter."""
+    algorithm, x = stack.algorithm, stack.x
+    who = type(algorithm.preconditioner).__name__
+    unit = torch.ones(1, dtype=x.dtype)
+    scalars = algorithm.scalars(unit, 1e-3, 0.0)
+    s = tuple(factor((value * unit).to(x.dtype), x) for value in scalars)
+    moments = {symbol: stack.buffers[symbol] for symbol in algorithm.moments}
+    by_owners: Collection[str] = ()
+    if algorithm.matrix_only:
+        by_owners = algorithm.matrix_preconditioner.row_outputs
+    with _unwritten(f"{who}.update", {"x": x, **moments}):
+        pair = algorithm.preconditioner.update(x, torch.zeros_like(x), moments, s)
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise ValueError(
+            f"got {type(pair).__name__} from {who}.update, expected a pair: return x "
+            "(of a matrix rule what goes to the owners) and a dict of buffers"
+        )
+    out, new = pair
+    required = [symbol for symbol in moments if symbol not in by_owners]
+    _compare(f"{who}.update", new, moments, required)
+    if out is not None or not algorithm.matrix_only:  # None of a matrix rule is m
+        _compare(f"{who}.update", {"x": out}, {"x": x}, {"x"})
+    if algorithm.matrix_only:
+        _check_matrices(stack, s)
+
+
+def _check_matrices(stack: Stack, s: tuple[Tensor, ...]) -> None:
+    """Check what owners make of a matrix, and the parameter's step along it."""
+    algorithm, x = stack.algorithm, stack.x
+    ((_, shape),) = algorithm.matrices.shapes_in(stack.shape)
+    preconditioner = algorithm.matrix_preconditioner
+    who, buffers = type(preconditioner).__name__, preconditioner.buffers
+    matrix = x.new_zeros(shape)
+    rows = {symbol: x.new_zeros(shape[0]) for symbol in preconditioner.row_inputs}
+    owned = {}
+    for symbol in preconditioner.owned:
+        size = buffers[symbol].shape(shape, algorithm.matrices)
+        dtype = algorithm.dtype_of(buffers[symbol], x)
+        owned[symbol] = x.new_zeros(size, dtype=dtype)
+        if buffers[symbol].start == "identity":
+            owned[symbol] = torch.eye(size[-1], dtype=dtype)
+    whole = MatrixInput(matrix, tuple(rows.values()), tuple(owned.values()))
+    with _unwritten(f"{who}.at_owner", {"matrix": matrix, **rows, **owned}):
+        (result,) = preconditioner.at_owner([whole], preconditioner.stage(0, 0))
+    symbols = preconditioner.row_outputs
+    outputs = {"matrix": result.matrix, **dict(zip(symbols, result.rows, strict=False))}
+    wanted = {"matrix": matrix.to(result.matrix.dtype)}
+    wanted |= {k: matrix[:, 0].to(v.dtype) for k, v in outputs.items() if k in symbols}
+    _compare(f"{who}.at_owner", outputs, wanted, ("matrix", *symbols))
+    if owned:
+        after = dict(zip(owned, result.owned or (), strict=False))
+        stays = {k: v for k, v in owned.items() if after.get(k, v) is None}
+        cast = {k: v.to(owned[k].dtype) for k, v in after.items() if v is not None}
+        _compare(f"{who}.at_owner", cast | stays, owned, owned)
+    numbers = x.new_ones(1, *x.shape[1 : stack.num_row_dims])
+    factors = {symbol: factor(numbers, x) for symbol in symbols}
+    scale = preconditioner.scale(*shape)
+    with _unwritten(f"{who}.apply", {"x": x}):
+        new = preconditioner.apply(x, torch.zeros_like(x), factors, s, scale)
+    _compare(f"{who}.apply", {"x": new}, {"x": x}, {"x"})
+
+
+@contextmanager
+def _unwritten(who: str, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Raise ValueError where one of ``tensors`` is written within."""
+    before = {name: tensor._version for name, tensor in tensors.items()}
+    yield
+    written = [name for name, num in before.items() if tensors[name]._version != num]
+    if written:
+        raise ValueError(
+            f"got {who} that writes into {', '.join(written)}, expected new tensors, "
+            "since a step that is not finite keeps the old ones: write m = beta * m, "
+            "not m.mul_(beta)"
+        )
+
+
+def _compare(
+    who: str,
+    outputs: Any,
+    declared: Mapping[str, Tensor],
+    required: Collection[str],
+) -> None:
+    """Raise ValueError where ``outputs`` are other tensors than are ``declared``, or
+    lack one that is ``required``.
+    """
+    expected = {name: _form(tensor) for name, tensor in declared.items()}
+    outputs = (
+        outputs if isinstance(outputs, Mapping) else {type(outputs).__name__: outputs}
+    )
+    got = {name: _form(value) for name, value in outputs.items()}
+    missing = set(required) - got.keys()
+    if missing or any(form != expected.get(name) for name, form in got.items()):
+        raise ValueError(
+            f"got {got} from {who}, expected {expected}, each as (shape, dtype): "
+            "return every tensor that it declares, one that stays as it is too, in "
+            "the shape and dtype in which it was passed in"
+        )
+
+
+def _form(value: Any) -> object:
+    is_tensor = isinstance(value, Tensor)
+    return (tuple(value.shape), value.dtype) if is_tensor else type(value).__name__

@@ -1,0 +1,1 @@
+"""From a model to its optimizer: roles of parameters, param groups, ``for_model``."""

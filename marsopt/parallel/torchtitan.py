@@ -1,0 +1,3 @@
+"""The former name of ``marsopt.interop.torchtitan``."""
+
+from marsopt.interop.torchtitan import *  # noqa: F403
