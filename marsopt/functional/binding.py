@@ -17,32 +17,17 @@ from marsopt.functional.collectives import (
     flat_row_indices,
 )
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.buffers import Buffer, is_full, owned_parts, owned_shapes
+from marsopt.rules.buffers import Buffer, owned_parts, owned_shapes
 from marsopt.rules.dtypes import default_state_dtype
 from marsopt.rules.matrices import MatrixRows, row_numbers
 from marsopt.rules.rounding import NARROW
 
 
-def buffer_shape(
-    algorithm: Algorithm, buffer: Buffer, shape: Sequence[int]
-) -> torch.Size:
-    """Return the shape of a buffer at home in shards, for a piece of this shape."""
-    return buffer.shape(torch.Size(shape), algorithm.matrices)
-
-
-def start_beside(
-    algorithm: Algorithm, buffer: Buffer, x: Tensor, *, is_stack: bool = False
-) -> Tensor:
-    """Return a buffer at home in shards as it starts beside ``x``: a piece, or with
-    ``is_stack`` a stack of pieces. A full buffer has the form of ``x``: its strides,
-    and a DTensor's placement.
+def start_beside(algorithm: Algorithm, buffer: Buffer, x: Tensor) -> Tensor:
+    """Return a buffer at home in shards as it starts beside ``x``, in the form of
+    ``x``: its strides, and a DTensor's placement.
     """
-    dtype = algorithm.dtype_of(buffer, x)
-    if is_full(buffer):
-        return torch.zeros_like(x, dtype=dtype)
-    first = int(is_stack)
-    shape = buffer_shape(algorithm, buffer, x.shape[first:])
-    return x.detach().new_zeros(*x.shape[:first], *shape, dtype=dtype)
+    return torch.zeros_like(x, dtype=algorithm.dtype_of(buffer, x))
 
 
 def owned_leaves(algorithm: Algorithm, params: Sequence[Tensor]) -> list[MatrixParam]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from marsopt.rules.buffers import owned_joined, owned_parts
-from marsopt.rules.dtypes import working, working_dtype
+from marsopt.rules.dtypes import working_dtype
 from marsopt.rules.matrices import LARGE, Matrices
 from marsopt.rules.preconditioner import (
     MatrixInput,
@@ -56,7 +56,7 @@ Tensors = tuple[Tensor, ...]
 class Request(NamedTuple):
     """What one leaf has for the owners of its matrices."""
 
-    input: MatrixInput  # this process's piece of the leaf and of numbers of its rows
+    input: MatrixInput  # this process's piece of the leaf
     tensor: Tensor  # the parameter, as its owner holds it
     matrices: Matrices
     preconditioner: MatrixPreconditioner
@@ -77,13 +77,10 @@ class Request(NamedTuple):
         return working_dtype(self.input.matrix)
 
     @property
-    def rowless(self) -> MatrixOutput:
-        """What becomes of a piece that has no element."""
-        like, outputs = self.input.matrix, self.preconditioner.row_outputs
-        row_shape = self.matrices.row_shape(like.shape)
-        rows = tuple(working(like.new_zeros(row_shape)) for _ in outputs)
-        factor = torch.empty_like(like, dtype=self.factor_dtype)
-        return MatrixOutput(factor, rows, self.input.owned)
+    def empty_output(self) -> MatrixOutput:
+        """Return the result of a piece without an element."""
+        factor = torch.empty_like(self.input.matrix, dtype=self.factor_dtype)
+        return MatrixOutput(factor, self.input.owned)
 
     def kept(self, result: MatrixOutput) -> MatrixOutput:
         """Return the result of this request, with owners' buffers after the step."""
@@ -107,7 +104,6 @@ def batches_of(request: Request) -> list[MatrixInput]:
     """Return the matrices of a leaf; matrices of one shape as a batch."""
     whole, matrices, shape = request.input, request.matrices, request.tensor.shape
     batches = matrices.unbound(whole.matrix, shape)
-    rows = [matrices.unbound_rows(r, shape) for r in whole.rows]
     owned: list[list[Tensor]] = []
     for symbol, buffer in zip(request.preconditioner.owned, whole.owned, strict=False):
         if matrices.is_even(shape):
@@ -117,11 +113,7 @@ def batches_of(request: Request) -> list[MatrixInput]:
         sizes = [x.shape[:-2] + of_matrix(x.shape[-2:], matrices) for x in batches]
         owned.append(owned_parts(buffer, sizes))
     return [
-        whole._replace(
-            matrix=batch,
-            rows=tuple(r[i] for r in rows),
-            owned=tuple(o[i] for o in owned),
-        )
+        whole._replace(matrix=batch, owned=tuple(o[i] for o in owned))
         for i, batch in enumerate(batches)
     ]
 
@@ -131,17 +123,14 @@ def joined(request: Request, results: Sequence[MatrixOutput]) -> MatrixOutput:
     the result of the leaf.
     """
     if not results:  # no batch of several shapes lies here
-        return request.rowless
-    like, owned = request.input.matrix, request.input.owned
-    row_shape = request.matrices.row_shape(like.shape)
-    outputs = zip(*(result.rows for result in results), strict=True)
-    rows = tuple(_joined(output, row_shape) for output in outputs)
+        return request.empty_output
+    owned = request.input.owned
     new = [cast(Tensors, result.owned) for result in results if result.owned]
     if new:
         pairs = zip(zip(*new, strict=True), owned, strict=True)
         owned = tuple(_joined(parts, old.shape) for parts, old in pairs)
-    matrix = _joined([result.matrix for result in results], like.shape)
-    return MatrixOutput(matrix, rows, owned)
+    matrix = _joined([r.matrix for r in results], request.input.matrix.shape)
+    return MatrixOutput(matrix, owned)
 
 
 def _joined(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
@@ -152,13 +141,13 @@ def _joined(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
 
 def precondition_matrices(requests: Sequence[Request]) -> list[MatrixOutput]:
     """Return the results of preconditioners for whole matrices. Each preconditioner
-    gets all its matrices in one call; where owners keep buffers, each large matrix in a
-    call of its own, so that its temporaries are freed before the next.
+    gets all its matrices in one call; but each large matrix that its owner's buffers
+    outweigh has a call of its own, so that its temporaries are freed before the next.
     """
     calls: dict[tuple[Hashable, ...], list[int]] = {}
     for i, request in enumerate(requests):
-        # len, not bool: torch 2.11 cannot trace bool of a tuple
-        alone = len(request.input.owned) > 0 and request.input.matrix.numel() >= LARGE
+        matrix = request.input.matrix
+        alone = matrix.numel() >= LARGE and request.input.is_outweighed
         key = id(request.preconditioner), request.stage, i if alone else None
         calls.setdefault(key, []).append(i)
     outputs: dict[int, MatrixOutput] = {}

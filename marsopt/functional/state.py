@@ -36,7 +36,7 @@ from marsopt.functional.trees import (
     subtree,
 )
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.buffers import Buffer, is_full
+from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number, can_read
 from marsopt.rules.dtypes import working_dtype
 
@@ -168,12 +168,7 @@ def _starts(leaves: Leaves, buffer: Buffer) -> list[Tensor]:
         params = [p for rows in by_leaf for p in rows]
         starts = iter(owned_starts(algorithm, buffer, params, leaves.collectives))
         return [leaves.joined([next(starts) for _ in rows]) for rows in by_leaf]
-    if is_full(buffer):  # without collectives, too
-        return [start_beside(algorithm, buffer, x) for x in leaves.tensors]
-    stacks = leaves.stacks(leaves.tensors)
-    return leaves.unstacked(
-        [start_beside(algorithm, buffer, x, is_stack=True) for x in stacks]
-    )
+    return [start_beside(algorithm, buffer, x) for x in leaves.tensors]
 
 
 def held(leaves: Leaves, symbol: str, state: State) -> list[Tensor]:
@@ -194,16 +189,13 @@ def held(leaves: Leaves, symbol: str, state: State) -> list[Tensor]:
     check_matching(leaves.tree, tree, what)
     algorithm, tensors = leaves.algorithm, [tree[name] for name in leaves.names]
     buffer = algorithm.buffers[symbol]
-    for i, tensor in enumerate(tensors):
+    for name, x, tensor in zip(leaves.names, leaves.tensors, tensors, strict=True):
         if buffer.home == "owner":
             break  # how many matrices have their owner here, their owner knows
-        expected = buffer.shape(leaves.shapes[i], algorithm.matrices)
-        if leaves.is_packed:
-            expected = torch.Size((len(leaves.tensors[i]), *expected))
-        if tensor.shape != expected:
+        if tensor.shape != x.shape:
             raise ValueError(
-                f"got {what}[{leaves.names[i]!r}] of shape {tuple(tensor.shape)}, "
-                f"expected {tuple(expected)}: make the state by init on them"
+                f"got {what}[{name!r}] of shape {tuple(tensor.shape)}, expected "
+                f"{tuple(x.shape)}: make the state by init on them"
             )
     dtypes = [algorithm.dtype_of(buffer, x) for x in leaves.tensors]
     return [

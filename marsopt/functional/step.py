@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from marsopt.functional.binding import buffer_shape
 from marsopt.functional.collectives import (
     LOCAL,
     Collectives,
@@ -30,7 +29,6 @@ from marsopt.functional.step_types import (
     Stack,
     StackScalars,
     StepScalars,
-    factor,
     scalar_dtype,
 )
 from marsopt.rules import rounding
@@ -454,7 +452,6 @@ class OwnerResult(NamedTuple):
     """What owners have made of the matrices of a stack."""
 
     matrix: Tensor  # (L, *piece)
-    rows: tuple[Tensor, ...]  # (L, rows) each, of ``row_outputs``
     owned: list[Tensors | None]  # of each tensor; None: written where they lie
 
 
@@ -538,8 +535,7 @@ def _advance(
     del inputs
     by_position = dict(zip(whole, results, strict=True))
     matrices = [by_position[i].matrix if i in by_position else None for i in positions]
-    rows = [by_position[i].rows if i in by_position else () for i in positions]
-    stacks, _ = run.move(apply, stacks, matrices, rows, scalars)
+    stacks, _ = run.move(apply, stacks, matrices, scalars)
     return stacks, {i: r.owned for i, r in by_position.items()}
 
 
@@ -565,7 +561,7 @@ def update(
     and for an elementwise algorithm. Where ``matrix`` is given, they are written there.
     """
     algorithm, s = stack.algorithm, StepScalars.of(scalars, stack, stack.x)
-    index = element_numbers(stack, stack.shape)
+    index = element_numbers(stack)
     out, new = new_values(
         algorithm, s, stack.x, g.expand_as(stack.x), stack.buffers, stack.h, index
     )
@@ -618,12 +614,13 @@ def new_values(
     }
 
 
-def element_numbers(stack: Stack, shape: torch.Size) -> Tensor | None:
-    """Return the numbers of a piece's elements in a whole tensor of this shape, which
-    is cut as the parameter is; None if nothing is rounded stochastically.
+def element_numbers(stack: Stack) -> Tensor | None:
+    """Return the numbers of a piece's elements in the whole tensor; None if nothing is
+    rounded stochastically.
     """
     if not stack.algorithm.stochastic_rounding:
         return None
+    shape = stack.shape
     dtype = torch.int32 if shape.numel() < 2**31 else torch.int64
     return flat_indices(shape, stack.cuts, stack.x.device, dtype)
 
@@ -659,32 +656,13 @@ def write_params(stack: Stack, new: Tensor, s: StepScalars) -> Stack:
     return stack._replace(x=x)
 
 
-def apply(
-    stack: Stack, matrix: Tensor, rows: Sequence[Tensor], scalars: StackScalars
-) -> tuple[Stack, None]:
-    """Move x of a matrix algorithm one step on, given its owners' results, and numbers
-    of rows; buffers among these are replaced.
-    """
+def apply(stack: Stack, matrix: Tensor, scalars: StackScalars) -> tuple[Stack, None]:
+    """Move x of a matrix algorithm one step on, given its owners' results."""
     s = StepScalars.of(scalars, stack, stack.x)
     preconditioner = stack.algorithm.matrix_preconditioner
-    by_symbol = dict(zip(preconditioner.row_outputs, rows, strict=True))
-    buffers = dict(stack.buffers)
-    for symbol, value in by_symbol.items():
-        if symbol in buffers:
-            old = buffers[symbol]
-            of_old = StepScalars.of(scalars, stack, old)
-            buffer = stack.algorithm.buffers[symbol]
-            index = element_numbers(
-                stack, buffer_shape(stack.algorithm, buffer, stack.shape)
-            )
-            value = rounded(
-                stack.algorithm, symbol, value, old.dtype, of_old.key, index
-            )
-            buffers[symbol] = torch.where(of_old.ok, value, old)
-    o, x = working(matrix), working(stack.x)
-    factors = {symbol: factor(value, o) for symbol, value in by_symbol.items()}
-    new = preconditioner.apply(x, o, factors, s.rule, stack.scale_of(x))
-    return write_params(stack._replace(buffers=buffers), new, s), None
+    x = working(stack.x)
+    new = preconditioner.apply(x, working(matrix), s.rule, stack.scale_of(x))
+    return write_params(stack, new, s), None
 
 
 def precondition_stacks(
@@ -713,9 +691,6 @@ def precondition_stacks(
             parts = [next(back) for _ in range(stacks[i].num_tensors)]
             results[i] = OwnerResult(
                 stacked([part.matrix for part in parts]),
-                tuple(
-                    stacked(r) for r in zip(*(part.rows for part in parts), strict=True)
-                ),
                 [cast("Tensors | None", part.owned) for part in parts],
             )
     return [results[i] for i in range(len(stacks))]
@@ -735,15 +710,10 @@ def _requests(
     steps: Sequence[Tensor | None] = [None] * stack.num_tensors
     if algorithm.matrix_preconditioner.counts_at_owner:
         steps = context.t.unbind()
-    rows = [
-        working(stack.buffers[symbol]).unbind()
-        for symbol in algorithm.matrix_preconditioner.row_inputs
-    ]
     return [
         Request(
             MatrixInput(
                 matrix,
-                tuple(r[n] for r in rows),
                 members.owned[n] if members.owned else (),
                 steps[n],
                 members.own[n] if members.own else None,

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from marsopt.functional.binding import (
-    buffer_shape,
     entries_at_owner,
     matrix_rows,
     owned_leaves,
@@ -39,7 +38,7 @@ from marsopt.optim.groups import moves
 from marsopt.optim.portions import batch_of, should_stack, takes_batches
 from marsopt.optim.state_dict import STAGE_COUNT, State
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.buffers import Buffer, is_full, owned_shapes
+from marsopt.rules.buffers import Buffer, owned_shapes
 from marsopt.rules.dtypes import working_dtype
 from marsopt.rules.hyperparameters import numbers_of, with_numbers
 from marsopt.rules.matrices import MatrixRows
@@ -288,20 +287,17 @@ def check_state(
         value = entry.get(buffer.key)
         if value is None or buffer.home == "owner":
             continue
-        shape = buffer_shape(algorithm, buffer, piece.shape)
         got = f"a {type(value).__name__}"
         if isinstance(value, Tensor):
             local = collectives.local(value)
-            if not is_full(buffer) and local.ndim != len(shape):
-                continue  # of the rows of other matrices: it restarts
-            if local.shape == shape and local.device == piece.device:
+            if local.shape == piece.shape and local.device == piece.device:
                 continue
             got = f"a tensor of shape {tuple(local.shape)} on {local.device}"
         raise ValueError(
             f"got {got} as state {buffer.key!r} of {what}, expected a tensor of shape "
-            f"{tuple(shape)} on {piece.device}, as the parameter is: change all state "
-            "of a parameter with it, or delete optimizer.state[parameter], which then "
-            "restarts"
+            f"{tuple(piece.shape)} on {piece.device}, as the parameter is: change all "
+            "state of a parameter with it, or delete optimizer.state[parameter], which "
+            "then restarts"
         )
 
 
@@ -447,13 +443,10 @@ def _attached(
     entry: dict[str, Any],
 ) -> Tensor:
     """Return a buffer of a parameter as its ``entry`` of the state holds it: the tensor
-    that is there, else a new tensor, with its values where they are of these matrices.
+    that is there, else a new tensor, with its values.
     """
     algorithm, local = bucket.algorithm, bucket.collectives.local
-    shape = buffer_shape(algorithm, buffer, piece.shape)
     before = entry.get(buffer.key)
-    if before is not None and before.ndim != len(shape):
-        before = None  # of the rows of other matrices
     dtype = algorithm.dtype_of(buffer, piece)
     if isinstance(before, Tensor) and local(before).dtype == dtype:
         return before
@@ -519,7 +512,7 @@ def attach_owned(
             if changed or _is_of_others(algorithm, p, state[p], here):
                 for symbol in algorithm.owned:
                     state[p].pop(algorithm.buffers[symbol].key, None)
-                state[p]["step"] = torch.zeros(())
+                attach(bucket, state)  # restarts what goes with them
             for symbol in algorithm.owned:
                 buffer = algorithm.buffers[symbol]
                 value = state[p].get(buffer.key)

@@ -142,7 +142,7 @@ def moving_kernel(
         *columns_of_step, scale = columns
         s = StepScalars.read(algorithm, unread, *columns_of_step)
         x, o = working(tensors["x"]), working(tensors["o"])
-        return {"x": algorithm.matrix_preconditioner.apply(x, o, {}, s.rule, scale)}
+        return {"x": algorithm.matrix_preconditioner.apply(x, o, s.rule, scale)}
 
     name, body = ("update", update) if function is step.update else ("apply", apply)
     dtype = torch.promote_types(dtypes["x"], torch.float32)
@@ -333,7 +333,6 @@ class Kernels(InPlace):
         active: list[int],
         stacks: Sequence[Stack],
         matrices: Sequence[Tensor | None],
-        rows: Sequence[Sequence[Tensor]],
         _: Sequence[StackScalars],
     ) -> None:
         """Launch ``step.apply``."""
@@ -341,7 +340,7 @@ class Kernels(InPlace):
         others = self._launch(step.apply, active, stacks, given)
         if others:
             masked = [m if i in others else None for i, m in enumerate(matrices)]
-            self._by_calls(step.apply, stacks, masked, rows, self._for_graphs(others))
+            self._by_calls(step.apply, stacks, masked, self._for_graphs(others))
 
     def _launch(
         self, function: Move, active: list[int], stacks: Sequence[Stack], given: Given
@@ -466,12 +465,11 @@ class Kernels(InPlace):
         self, function: Move, stack: Stack, dtypes: Dtypes, num_columns: int
     ) -> UpdateKernel | None:
         """Return the kernel that moves a stack; None if graphs have to: it is of a
-        user's component, its parts or positions are no runs, or it has numbers of rows.
+        user's component, or its parts or positions are no runs.
         """
         algorithm, x = stack.algorithm, stack.x
         kind = formula(algorithm)
-        has_rows = algorithm.matrix_only and algorithm.matrix_preconditioner.row_outputs
-        if not kind.is_shared or has_rows or stack.num_tensors != 1:
+        if not kind.is_shared or stack.num_tensors != 1:
             return None
         needs_order = algorithm.matrix_only or stack.rows is not None
         alike = all(b.stride() == x.stride() for b in stack.buffers.values())

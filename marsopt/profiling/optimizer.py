@@ -20,7 +20,6 @@ from marsopt.profiling.gpt2 import Subject
 from marsopt.profiling.profiler import profile
 from marsopt.profiling.table import Report, size
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.buffers import is_full
 from marsopt.rules.dtypes import working_dtype
 
 
@@ -43,7 +42,7 @@ def full_buffers(algorithm: Algorithm) -> list[str]:
     buffer of fewer dims than x is no pass over it.
     """
     kept = algorithm.preconditioner.buffers.items()
-    return [symbol for symbol, buffer in kept if is_full(buffer)]
+    return [symbol for symbol, buffer in kept if buffer.home == "shard"]
 
 
 def passes(

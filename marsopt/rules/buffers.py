@@ -14,13 +14,8 @@ Shape = Callable[[torch.Size, Matrices], torch.Size]
 
 
 def like_x(shape: torch.Size, matrices: Matrices) -> torch.Size:
-    """Return the shape of the parameter itself."""
+    """Return the shape of the parameter, or of the matrix, itself."""
     return shape
-
-
-def one_per_row(shape: torch.Size, matrices: Matrices) -> torch.Size:
-    """Return the dims of a parameter before those that count columns."""
-    return matrices.row_shape(shape)
 
 
 class Buffer(NamedTuple):
@@ -29,13 +24,12 @@ class Buffer(NamedTuple):
     Args:
         key: its name in ``optimizer.state[p]``, torch.optim's where it has one. No two
             components share a key, but for tensors that mean the same.
-        shape: its shape. With home "shard", from the shape of the piece of a parameter
-            that lies here: its first dims then equal the parameter's, and are cut as
-            they are. With home "owner", from (rows, cols) of one whole matrix.
+        shape: with home "owner", its shape from (rows, cols) of one whole matrix.
         start: its value before the first step: zeros, or an identity matrix.
-        home: "shard": beside each piece of the parameter. "owner": where whole matrices
-            are brought together, (number of matrices owned here, *shape); flat, matrix
-            after matrix, where the matrices of a parameter have several shapes.
+        home: "shard": beside each piece of the parameter, in its shape. "owner": where
+            whole matrices are brought together, (number of matrices owned here,
+            *shape); flat, matrix after matrix, where the matrices of a parameter have
+            several shapes.
         dtype: "state": the ``state_dtype`` of the algorithm, or the parameter's own,
             float32 for float16 (with home "owner" the wider of both);
             "gradient": the same, unless the correction's ``h_dtype`` says otherwise;
@@ -51,11 +45,6 @@ class Buffer(NamedTuple):
     dtype: torch.dtype | Literal["state", "gradient", "working"] = "state"
     is_debiased: bool = False
     is_nonnegative: bool = False
-
-
-def is_full(buffer: Buffer) -> bool:
-    """Return whether it has the shape of the parameter."""
-    return buffer.home == "shard" and buffer.shape is like_x
 
 
 def owned_shapes(

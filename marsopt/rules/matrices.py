@@ -160,15 +160,7 @@ class Matrices:
                 with whole batches of them.
             shape: of the whole tensor.
         """
-        return self._batches(piece.flatten(self.column_dim(piece.ndim)), shape)
-
-    def unbound_rows(self, numbers: Tensor, shape: torch.Size) -> list[Tensor]:
-        """Return numbers of all rows of such a piece, (..., rows), as ``unbound`` its
-        matrices: (num, rows), and (rows,) of a matrix by itself.
-        """
-        return self._batches(numbers, shape)
-
-    def _batches(self, x: Tensor, shape: torch.Size) -> list[Tensor]:
+        x = piece.flatten(self.column_dim(piece.ndim))
         row_dim, runs = self.column_dim(len(shape)) - 1, self.runs(shape)
         num_rows, last = x.shape[: row_dim + 1].numel(), x.shape[row_dim + 1 :]
         if len(runs) == 1:

@@ -11,13 +11,19 @@ import torch
 from torch import Tensor
 
 from marsopt.rules import checks
-from marsopt.rules.buffers import Buffer, one_per_row
+from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
 from marsopt.rules.decay import at, complement
-from marsopt.rules.dtypes import nonzero, root, working
+from marsopt.rules.dtypes import nonzero, root, working_dtype
 from marsopt.rules.hyperparameters import number, structure
+from marsopt.rules.matrices import Matrices
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, MatrixAverage
-from marsopt.rules.preconditioner import Average, MatrixInput, MatrixOutput, Tensors
+from marsopt.rules.preconditioner import Average, MatrixInput, MatrixOutput
+
+
+def one_per_row(shape: torch.Size, matrices: Matrices) -> torch.Size:
+    """Return (rows,) of a matrix (rows, cols)."""
+    return shape[:1]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,11 +69,15 @@ class NorMuon(MatrixAverage):
 
     keeps = {
         **Average.keeps,
-        "r": Buffer("row_exp_avg_sq", one_per_row, is_nonnegative=True),
+        "r": Buffer(
+            "row_exp_avg_sq",
+            one_per_row,
+            home="owner",
+            dtype="working",
+            is_nonnegative=True,
+        ),
     }
     averaged = "m", "r"
-    row_inputs = ("r",)
-    row_outputs = ("r", "weight")
 
     @property
     def counts_at_owner(self) -> bool:
@@ -80,8 +90,9 @@ class NorMuon(MatrixAverage):
         for whole, factor in zip(
             matrices, super().at_owner(matrices, stage), strict=True
         ):
-            o, (r,) = working(factor.matrix), whole.rows
-            squares = torch.linalg.vector_norm(o, dim=-1).square()
+            o, (r,) = factor.matrix, whole.owned
+            norms = torch.linalg.vector_norm(o, dim=-1, dtype=working_dtype(o))
+            squares = norms.square()
             own = self if whole.own is None else whole.own
             beta2, weight = own._decay(whole.t, r)
             r = beta2 * r + weight * squares / max(1, o.shape[-1])
@@ -89,8 +100,8 @@ class NorMuon(MatrixAverage):
             before = squares.sum(-1, keepdim=True)  # ||o||^2
             after = (squares * w * w).sum(-1, keepdim=True)  # ||o'||^2
             tiny = torch.finfo(after.dtype).tiny  # of a zero matrix
-            rescale = root(before / after.clamp(min=tiny))
-            scaled.append(MatrixOutput(factor.matrix, (r, w * rescale)))
+            w = w * root(before / after.clamp(min=tiny))
+            scaled.append(MatrixOutput((w[..., None] * o).to(o.dtype), (r,)))
         return scaled
 
     def _decay(self, t: Tensor | None, r: Tensor) -> tuple[Number, Number]:
@@ -100,13 +111,3 @@ class NorMuon(MatrixAverage):
         assert t is not None  # counts_at_owner
         of_r = self.beta2, t.to(r.dtype), self.log_time
         return at(*of_r), complement(*of_r)
-
-    def apply(
-        self,
-        x: Tensor,
-        o: Tensor,
-        rows: Tensors,
-        s: tuple[Tensor, ...],
-        scale: Number,
-    ) -> Tensor:
-        return super().apply(x, rows["weight"] * o, rows, s, scale)

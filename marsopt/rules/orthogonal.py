@@ -98,12 +98,7 @@ class MatrixAverage(Average, MatrixPreconditioner):
         return lr_scale(self.adjust_lr_fn, rows, cols)
 
     def apply(
-        self,
-        x: Tensor,
-        o: Tensor,
-        rows: Tensors,
-        s: tuple[Tensor, ...],
-        scale: Number,
+        self, x: Tensor, o: Tensor, s: tuple[Tensor, ...], scale: Number
     ) -> Tensor:
         lr, decay, *_ = s
         step = (lr * scale) * o

@@ -79,9 +79,9 @@ class Preconditioner(ABC):
     def update(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return the new x and all buffers that are at home in shards, but for
-        ``row_outputs``, as new tensors in the dtypes of those that are given; a matrix
-        preconditioner returns in place of x what goes to the owners, None for m itself.
+        """Return the new x and all buffers that are at home in shards, as new tensors
+        in the dtypes of those that are given; a matrix preconditioner returns in place
+        of x what goes to the owners, None for m itself.
         """
 
     def decay_of(self, x: Tensor, step: Tensor, decay: Tensor) -> Tensor:
@@ -108,19 +108,22 @@ class MatrixInput(NamedTuple):
     """
 
     matrix: Tensor  # (rows, cols), or a batch (num, rows, cols)
-    rows: tuple[Tensor, ...] = ()  # numbers of rows: (rows,) or (num, rows) each
     owned: tuple[Tensor, ...] = ()  # the owner's buffers: (*shape) or (num, *shape)
     t: Tensor | None = None  # 0-D, the tensor's step; None where no decay asks for it
     # the preconditioner with the numbers of this tensor's param group, where tensors of
     # several groups share a call of ``at_owner``; None: the one that is called
     own: Any = None
 
+    @property
+    def is_outweighed(self) -> bool:
+        """Whether the owner's buffers have more elements than the matrix."""
+        return sum(buffer.numel() for buffer in self.owned) > self.matrix.numel()
+
 
 class MatrixOutput(NamedTuple):
     """What became of it."""
 
     matrix: Tensor  # in the shape of the input
-    rows: tuple[Tensor, ...] = ()  # of ``row_outputs``, as the input's
     # the owner's buffers after the step, None for one that stays as it is. (None for
     # all is the step's own, of buffers that it has written where they lie.)
     owned: tuple[Tensor | None, ...] | None = ()
@@ -156,11 +159,6 @@ class MatrixPreconditioner(Preconditioner):
     result of ``update`` to the owners, ``at_owner`` turns it into a direction, and
     ``apply`` moves x along it.
     """
-
-    # symbols of buffers of one number a row that go to the owners, and of what comes
-    # back: those among them that are buffers replace these, in the same order
-    row_inputs: ClassVar[tuple[str, ...]] = ()
-    row_outputs: ClassVar[tuple[str, ...]] = ()
 
     matrix_only = True
 
@@ -203,8 +201,8 @@ class MatrixPreconditioner(Preconditioner):
     def at_owner(
         self, matrices: Sequence[MatrixInput], stage: Hashable
     ) -> list[MatrixOutput]:
-        """Return what becomes of whole matrices, ``row_outputs`` and owners' buffers in
-        place of ``row_inputs`` and these; nothing that is given changes.
+        """Return the directions of whole matrices, and the new buffers of owners;
+        nothing that is given changes.
 
         Args:
             matrices: in the dtype in which they traveled, or wider. For a matrix with
@@ -218,19 +216,13 @@ class MatrixPreconditioner(Preconditioner):
 
     @abstractmethod
     def apply(
-        self,
-        x: Tensor,
-        o: Tensor,
-        rows: Tensors,
-        s: tuple[Tensor, ...],
-        scale: Number,
+        self, x: Tensor, o: Tensor, s: tuple[Tensor, ...], scale: Number
     ) -> Tensor:
         """Return the new x.
 
         Args:
             x: (L, *shape of a piece).
             o: the same, what ``at_owner`` made.
-            rows: by symbol of ``row_outputs``, as factors of ``o``.
             s: this preconditioner's scalars, as factors of ``x``.
             scale: ``scale`` of the matrices; a factor of ``x`` where they have several.
         """

@@ -211,12 +211,7 @@ class SOAP(MatrixPreconditioner):
         return lr_scale(self.adjust_lr_fn, rows, cols) if self.orthogonalize else 1.0
 
     def apply(
-        self,
-        x: Tensor,
-        o: Tensor,
-        rows: Tensors,
-        s: tuple[Tensor, ...],
-        scale: Number,
+        self, x: Tensor, o: Tensor, s: tuple[Tensor, ...], scale: Number
     ) -> Tensor:
         rate, decay = s
         if self.orthogonalize:
@@ -257,11 +252,11 @@ class SOAP(MatrixPreconditioner):
         results = [MatrixOutput(matrices[0].matrix)] * len(matrices)
         for (_, members), direction, after in zip(batches, o, new, strict=True):
             if len(members) == 1:
-                results[members[0]] = MatrixOutput(direction, (), tuple(after))
+                results[members[0]] = MatrixOutput(direction, tuple(after))
                 continue
             columns = [[None] * len(members) if x is None else x for x in after]
             for i, o_i, *each in zip(members, direction, *columns, strict=True):
-                results[i] = MatrixOutput(o_i, (), tuple(each))
+                results[i] = MatrixOutput(o_i, tuple(each))
         return results
 
     def _adam(
