@@ -1,6 +1,6 @@
-"""A preconditioner with everything that a matrix preconditioner may have: numbers of
-rows that travel, factors that live with the owners of matrices, a stage every so many
-steps. Its own, made for tests: what the class and the mesh promise to components.
+"""A preconditioner with everything that a matrix preconditioner may have: factors and
+moments of rows that live with the owners of matrices, a stage every so many steps. Its
+own, made for tests: what the class and the mesh promise to components.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from marsopt.rules.buffers import Buffer, one_per_row
+from marsopt.rules.buffers import Buffer
 from marsopt.rules.dtypes import working
 from marsopt.rules.preconditioner import (
     Average,
@@ -25,6 +25,10 @@ from marsopt.rules.registry import REGISTRY, STATE_KEYS, NamedRule, register
 def short_square(shape, matrices):
     """(k, k), of the short side."""
     return torch.Size([min(shape), min(shape)])
+
+
+def one_per_row(shape, matrices):
+    return shape[:1]
 
 
 def one_number(shape, matrices):
@@ -65,15 +69,13 @@ class Factors(Average, MatrixPreconditioner):
 
     keeps = {
         **Average.keeps,
-        "r": Buffer("row_squares", shape=one_per_row),
+        "r": Buffer("row_squares", shape=one_per_row, home="owner"),
         "S": Buffer("gram", shape=short_square, home="owner", dtype="working"),
         "Q": Buffer(
             "basis", shape=short_square, start="identity", home="owner", dtype="working"
         ),
         "n": Buffer("num_seen", shape=one_number, home="owner", dtype=torch.float64),
     }
-    row_inputs = ("r",)
-    row_outputs = ("r", "n")
 
     @property
     def cost(self):
@@ -93,20 +95,20 @@ class Factors(Average, MatrixPreconditioner):
     def at_owner(self, matrices, stage):
         found = []
         for one in matrices:
-            m, (r,), (S, Q, n) = working(one.matrix), one.rows, one.owned
+            m, (r, S, Q, n) = working(one.matrix), one.owned
             wide = m.shape[-2] <= m.shape[-1]
             S = 0.9 * S + 0.1 * (m @ m.mT if wide else m.mT @ m)
             if stage:
                 Q, _ = torch.linalg.qr(S @ Q)
             o = Q.mT @ m if wide else m @ Q
             r, n = r + (o * o).mean(-1).to(r.dtype), n + 1
-            each = n[..., None].to(r.dtype).expand_as(r)
-            found.append(MatrixOutput(o, (r, each), (S, Q, n)))
+            mean = (r / n[..., None].to(r.dtype))[..., None]
+            found.append(MatrixOutput(o / (mean + 1e-12).sqrt(), (r, S, Q, n)))
         return found
 
-    def apply(self, x, o, rows, s, scale):
+    def apply(self, x, o, s, scale):
         rate, decay, *_ = s
-        return decay * x - rate * o / (rows["r"] / rows["n"] + 1e-12).sqrt()
+        return decay * x - rate * o
 
 
 @contextmanager

@@ -235,9 +235,7 @@ class Collectives(Protocol):
         """
 
     def wrap(self, local: Tensor, like: Tensor) -> Tensor:
-        """Inverse of ``local``: a piece of a tensor laid out as ``like``; where it has
-        fewer dims, of one that has only so many of its first dims.
-        """
+        """Inverse of ``local``: a piece of a tensor laid out as ``like``."""
 
     def cuts(self, tensor: Tensor) -> Mapping[int, Tensor]:
         """Return, for every dim of ``tensor`` that is cut, which of its indices lie

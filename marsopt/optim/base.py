@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -400,7 +401,12 @@ class LayoutOptimizer(Optimizer):
         for p, key, owns, sizes in layout.owned_entries():
             entry = dict(entries.get(ids[p], {}))
             if key in entry:
-                entry[key] = layout.collectives.claim(entry[key], owns, sizes)
+                whole = torch.as_tensor(entry[key])
+                shape = sum(sizes), *self.state[p][key].shape[1:]
+                # other forms have moments of rows, (..., rows), as one tensor
+                if whole.ndim != len(shape) and whole.numel() == prod(shape):
+                    whole = whole.reshape(shape)
+                entry[key] = layout.collectives.claim(whole, owns, sizes)
             entries[ids[p]] = entry
         return {**saved, "state": entries}
 

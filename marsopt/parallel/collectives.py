@@ -31,7 +31,7 @@ from marsopt.parallel.cut import Cut, MatrixSpec, cut_of
 from marsopt.parallel.data_parallel import DataParallel
 from marsopt.parallel.grid import Grid, grid_of, group_over
 from marsopt.parallel.layout_cache import LayoutCache
-from marsopt.parallel.placement import Placement, dim_of, onto_first, piece_of
+from marsopt.parallel.placement import Placement, dim_of, piece_of
 from marsopt.parallel.planner import Machine, Matrix, Strategy, plan
 from marsopt.parallel.published import entries, whole_buffers
 from marsopt.parallel.reductions import Reduction, reductions_of
@@ -61,8 +61,7 @@ class MeshCollectives:
     tensors may mix.
 
     A matrix that two axes cut (FSDP x TP) travels along one axis, then along the other.
-    Every rank gathers a tensor of several such matrices whole, and one whose owners
-    keep state (SOAP): that is exact, but slow.
+    Every rank gathers a tensor of several such matrices whole: that is exact, but slow.
 
     Args:
         mesh: the mesh that shards the parameters. Norms of parameters on another mesh
@@ -139,24 +138,16 @@ class MeshCollectives:
         return tensor.to_local() if torch.is_grad_enabled() else tensor._local_tensor
 
     def wrap(self, local: Tensor, like: Tensor) -> Tensor:
-        """Return a tensor laid out as ``like`` whose piece on this rank is ``local``.
-        Where ``local`` has fewer dims, the tensor has only the first dims of ``like``,
-        and axes that cut the remaining dims replicate it.
-        """
+        """Return a tensor laid out as ``like``; its piece on this rank is ``local``."""
         if not isinstance(like, DTensor):
             return local
-        shape, stride, placements = like.shape, like.stride(), like.placements
-        if local.ndim < like.ndim:
-            shape = like.shape[: local.ndim]
-            stride = torch.empty(shape, device="meta").stride()
-            placements = tuple(onto_first(p, like.ndim, local.ndim) for p in placements)
         return DTensor.from_local(
             local,
             like.device_mesh,
-            placements,
+            like.placements,
             run_check=False,
-            shape=shape,
-            stride=stride,
+            shape=like.shape,
+            stride=like.stride(),
         )
 
     def cuts(self, tensor: Tensor) -> Mapping[int, Tensor]:
@@ -272,7 +263,7 @@ class MeshCollectives:
         wholes = precondition_leaves([requests[i] for i in local])
         out |= zip(local, wholes, strict=True)
         for i in partition.local:  # an empty leaf has a piece of another shape
-            out.setdefault(i, requests[i].rowless)
+            out.setdefault(i, requests[i].empty_output)
         gathered = [requests[i] for i in partition.gathered]
         out |= zip(partition.gathered, self._by_gathering(gathered), strict=True)
         return [out[i] for i in range(len(requests))]
@@ -327,29 +318,18 @@ class MeshCollectives:
             piece, leaf = request.input.matrix, request.tensor
             cost = request.preconditioner.cost.on(piece.device.type)
             travels = cost.payload(piece.dtype)
-            matrix = self._gathered(piece.to(travels), leaf)
-            rows = tuple(self._gathered(r, leaf) for r in request.input.rows)
+            whole = cast(DTensor, self.wrap(piece.to(travels), leaf)).full_tensor()
             gathered.append(
-                request._replace(input=request.input._replace(matrix=matrix, rows=rows))
+                request._replace(input=request.input._replace(matrix=whole))
             )
         results = []
-        for request, whole in zip(requests, precondition_leaves(gathered), strict=True):
+        for request, output in zip(
+            requests, precondition_leaves(gathered), strict=True
+        ):
             leaf = cast(DTensor, request.tensor)
-            mesh, ndim = leaf.device_mesh, leaf.ndim
-            matrix = piece_of(whole.matrix, mesh, leaf.placements)
-            matrix = matrix.to(request.factor_dtype)
-            rows = tuple(
-                piece_of(
-                    r, mesh, [onto_first(p, ndim, r.ndim) for p in leaf.placements]
-                )
-                for r in whole.rows
-            )
-            results.append(MatrixOutput(matrix, rows, whole.owned))
+            matrix = piece_of(output.matrix, leaf.device_mesh, leaf.placements)
+            results.append(output._replace(matrix=matrix.to(request.factor_dtype)))
         return results
-
-    def _gathered(self, piece: Tensor, leaf: Tensor) -> Tensor:
-        """Return the whole of a tensor cut as ``leaf``, whose ``piece`` lies here."""
-        return cast(DTensor, self.wrap(piece, leaf)).full_tensor()
 
     def _partition(self, leaves: Sequence[MatrixParam]) -> Partition:
         cost = leaves[0].preconditioner.cost
@@ -386,7 +366,7 @@ class MeshCollectives:
             log.warning(
                 "marsopt.parallel: every step gathers %d parameters whole, which is "
                 "slow: several mesh axes (or strides, by tensor parallelism) cut them, "
-                "and they hold several matrices or keep state at an owner",
+                "and they hold several matrices",
                 len(gathered),
             )
         groups: list[tuple[ShardGroup, dict[int, Cut]]] = []
@@ -438,13 +418,11 @@ def _of_matrices(
     by_matrix: list[Request] = []
     for i, cut in cuts.items():
         piece, first = requests[i].input, len(by_matrix)
-        rows = zip(*map(cut.split_rows, piece.rows), strict=True)
         here = [m for n, m in enumerate(cut.matrices, first) if n in owns]
         owned = zip(*_of_owner(requests[i], here), strict=True)
         for shard in cut.split(piece.matrix):
             whole = piece._replace(
                 matrix=shard,
-                rows=next(rows, ()),
                 owned=next(owned) if piece.owned and len(by_matrix) in owns else (),
             )
             by_matrix.append(requests[i]._replace(input=whole))
@@ -471,16 +449,13 @@ def _joined(
 ) -> MatrixOutput:
     """Return the results of a leaf's matrices as the result of its piece."""
     if not matrices:
-        return request.rowless
+        return request.empty_output
     like, owned = request.input.matrix, request.input.owned
-    row_shape = request.matrices.row_shape(like.shape)
-    outputs = zip(*(m.rows for m in matrices), strict=True)
-    rows = tuple(torch.cat(r).view(row_shape) for r in outputs)
     if new := [m.owned for m in matrices if m.owned]:
         is_even = request.matrices.is_even(request.tensor.shape)
         join = torch.stack if is_even else owned_joined
         owned = tuple(map(join, zip(*new, strict=True)))
-    return MatrixOutput(cut.join([m.matrix for m in matrices], like), rows, owned)
+    return MatrixOutput(cut.join([m.matrix for m in matrices], like), owned)
 
 
 def _numbers(leaf: MatrixParam, cuts: Mapping[int, Tensor]) -> tuple[int, ...]:

@@ -57,15 +57,6 @@ class Cut:
         batches = piece.reshape(self.num_batches, sum(sizes), cols)
         return [part for batch in batches.unbind() for part in batch.split(sizes)]
 
-    def split_rows(self, numbers: Tensor) -> list[Tensor]:
-        """Return each matrix's numbers of rows, from the leaf's piece."""
-        if numbers.ndim == 1 and len(self.blocks) == 1:
-            return [numbers]
-        ranks = self.mesh.size(self.axis)
-        sizes = [block.shards(ranks)[self.rank][0] for block in self.blocks]
-        batches = numbers.reshape(self.num_batches, sum(sizes))
-        return [part for batch in batches.unbind() for part in batch.split(sizes)]
-
     def join(self, parts: list[Tensor], like: Tensor) -> Tensor:
         """Return the leaf's piece, shaped as ``like``: the inverse of ``split``."""
         if len(parts) == 1:

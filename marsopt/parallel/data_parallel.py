@@ -19,9 +19,9 @@ from marsopt.functional.collectives import (
     precondition_matrices,
 )
 from marsopt.parallel.agreement import check_equal
-from marsopt.parallel.exchange import Gather
+from marsopt.parallel.exchange import Gather, TensorSpec
 from marsopt.parallel.planner import Plan, assign_buckets
-from marsopt.parallel.shard_group import result_specs, results_in, row_dtype, widest
+from marsopt.parallel.shard_group import widest
 from marsopt.rules.preconditioner import MatrixCost, MatrixOutput
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -34,9 +34,8 @@ class DataParallel(LocalCollectives):
     Each rank does the work of owners for its share of the matrices, balanced by FLOPs;
     all-gathers bring the results to all ranks, bucket by bucket, while the next bucket
     is worked on. Every rank does the rest itself: ``state_dict()`` is complete on each,
-    and rank 0 may save it by itself. Each rank also does all work for matrices
-    whose owners keep buffers (SOAP): these buffers, several times a result's bytes,
-    would have to travel too.
+    and rank 0 may save it by itself. Owners' buffers travel with the results. If they
+    outweigh these (SOAP), each rank does all the work.
 
     ``for_model`` takes it by itself for a model in DistributedDataParallel. All ranks
     have to call ``step``.
@@ -106,7 +105,7 @@ class DataParallel(LocalCollectives):
         """Precondition this rank's share of the matrices, and gather the results of all
         ranks. All take a result as its owner has sent it, so that ranks stay equal.
         """
-        if self._group.size() == 1 or any(r.input.owned for r in requests):
+        if self._group.size() == 1 or any(r.input.is_outweighed for r in requests):
             return precondition_leaves(requests)
         by_leaf = [[*_single(request)] for request in requests]
         singles = [single for leaf in by_leaf for single in leaf]
@@ -129,19 +128,25 @@ class DataParallel(LocalCollectives):
             with record_function("marsopt: whole matrices at their owner"):
                 results = precondition_matrices(mine)
             for request, result in zip(mine, results, strict=True):
-                wide = row_dtype(request, words)
-                sent += [result.matrix.to(words), *(r.to(wide) for r in result.rows)]
+                # None: the step has written into the buffers
+                buffers = request.input.owned if result.owned is None else result.owned
+                pairs = zip(
+                    (result.matrix, *buffers), _specs(request, words), strict=True
+                )
+                sent += [x.to(spec.dtype) for x, spec in pairs]
             specs = [
-                [x for i in part for x in result_specs(requests[i], shapes[i], words)]
-                for part in owned
+                [x for i in part for x in _specs(requests[i], words)] for part in owned
             ]
             with record_function("marsopt: exchange"):
                 arriving.append(Gather(sent, specs, like, self._group))
         found: dict[int, MatrixOutput] = {}
         for owned in exchanges:
             for part, tensors in zip(owned, arriving.pop(0).wait(), strict=True):
-                of_part = results_in(tensors, [requests[i] for i in part])
-                found |= zip(part, of_part, strict=True)
+                rest = iter(tensors)
+                for i in part:
+                    matrix = next(rest).to(requests[i].factor_dtype)
+                    buffers = tuple(next(rest) for _ in requests[i].input.owned)
+                    found[i] = requests[i].kept(MatrixOutput(matrix, buffers))
         return [found[i] for i in range(len(requests))]
 
     def _planned(self, cost: MatrixCost, shapes: Shapes) -> list[list[list[int]]]:
@@ -165,10 +170,19 @@ def _single(request: Request) -> Iterator[Request]:
         if batch.matrix.ndim == 2:
             yield request._replace(input=batch)
             continue
-        rows = [r.unbind() for r in batch.rows]
-        for i, matrix in enumerate(batch.matrix.unbind()):
-            one = batch._replace(matrix=matrix, rows=tuple(r[i] for r in rows))
-            yield request._replace(input=one)
+        for matrix, *owned in zip(batch.matrix, *batch.owned, strict=True):
+            yield request._replace(
+                input=batch._replace(matrix=matrix, owned=tuple(owned))
+            )
+
+
+def _specs(request: Request, words: torch.dtype) -> list[TensorSpec]:
+    """Return the shapes and dtypes in which the result of a matrix travels."""
+    specs = [TensorSpec(request.input.matrix.shape, words)]
+    for buffer in request.input.owned:
+        wide = torch.promote_types(buffer.dtype, words)
+        specs.append(TensorSpec(buffer.shape, wide))
+    return specs
 
 
 def _sum_of_bits(x: Tensor) -> Tensor:

@@ -57,26 +57,25 @@ class Exchange:
 
     Args:
         sent: the tensors that this rank sends to each rank.
-        specs: those that each rank sends to this one.
-        words: an empty tensor on their device, of the narrowest dtype among them: bits
-            travel as this dtype.
+        shapes: of those that each rank sends to this one.
+        like: an empty tensor of their dtype, on their device.
         group: the ranks.
     """
 
     def __init__(
         self,
         sent: Sequence[Sequence[Tensor]],
-        specs: Sequence[Sequence[TensorSpec]],
-        words: Tensor,
+        shapes: Sequence[Sequence[Shape]],
+        like: Tensor,
         group: dist.ProcessGroup,
     ) -> None:
-        flat = [[to_words(x, words.dtype) for x in part] for part in sent]
+        flat = [[x.reshape(-1) for x in part] for part in sent]
         sizes = [sum(map(len, part)) for part in flat]
-        self._specs = specs
-        self._sizes = [sum(s.num_words(words.dtype) for s in part) for part in specs]
+        self._specs = [[TensorSpec(s, like.dtype) for s in part] for part in shapes]
+        self._sizes = [sum(map(prod, part)) for part in shapes]
         tensors = [x for part in flat for x in part]
-        self._leaving: Tensor | None = torch.cat(tensors) if tensors else words
-        self._arriving = words.new_empty(sum(self._sizes))
+        self._leaving: Tensor | None = torch.cat(tensors) if tensors else like
+        self._arriving = like.new_empty(sum(self._sizes))
         self._work = dist.all_to_all_single(
             self._arriving,
             self._leaving,
@@ -102,7 +101,9 @@ class Gather:
     Args:
         sent: the tensors that this rank sends to all.
         specs: those that each rank sends.
-        words, group: as in ``Exchange``.
+        words: an empty tensor on their device, of the narrowest dtype among them: bits
+            travel as this dtype.
+        group: the ranks.
     """
 
     def __init__(

@@ -51,28 +51,17 @@ class Grid:
             return whole
         dim, axes = self.whole.dim, self.axes[::-1] if back else self.axes
         sizes = [self.mesh.size(axis) for axis in axes]
-        rows = tuple(_swapped(r, 0, sizes) for r in whole.rows)
-        matrix = _swapped(whole.matrix, dim, sizes)
-        return whole._replace(matrix=matrix, rows=rows if dim == 0 else whole.rows)
-
-
-def _swapped(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Return ``x`` with its (sizes[0], sizes[1]) parts along ``dim`` transposed."""
-    parts: Tensor = x.unflatten(dim, (*sizes, -1))
-    return parts.transpose(dim, dim + 1).flatten(dim, dim + 2)
+        strips = whole.matrix.unflatten(dim, (*sizes, -1))
+        matrix = strips.transpose(dim, dim + 1).flatten(dim, dim + 2)
+        return whole._replace(matrix=matrix)
 
 
 def grid_of(leaf: Tensor, place: Placement, way: MatrixSpec) -> Grid | None:
-    """Return how two axes cut a leaf. None where the leaf is several matrices, its
-    owner keeps state, or the axes cut it in another way than a ``Grid``.
+    """Return how two axes cut a leaf. None where the leaf is several matrices, or the
+    axes cut it in another way than a ``Grid``.
     """
     is_single = leaf.ndim == 2 and way.matrices.num_in(leaf.shape) == 1
-    if (
-        not is_single
-        or way.keeps
-        or len(place.axes) != 2
-        or not isinstance(leaf, DTensor)
-    ):
+    if not is_single or len(place.axes) != 2 or not isinstance(leaf, DTensor):
         return None
     mesh, (first, second), (dim, other) = leaf.device_mesh, place.axes, place.dims
     num, parts, at = mesh.size(first), mesh.size(second), mesh.get_local_rank(first)
@@ -112,21 +101,21 @@ def group_over(
     sent = cost.payload().itemsize * numel / (num * parts)
     owners, buckets = assign_buckets(flops, num * parts, max_buckets, sent)
     across = Plan(parts, 1, tuple(o % parts for o in owners), tuple(buckets))
-    inner = []
+    inner, owns = [], list[int]()
     for owned in across.exchanges(0):
         numbers = owned[mesh.get_local_rank(second)]
         strips = [grids[i] for i in numbers]
         ranks = [owners[i] // parts for i in numbers]
         at = mesh.get_local_rank(first)
-        pairs = zip(strips, ranks, strict=True)
-        wholes = [grid for grid, rank in pairs if rank == at]
+        here = [i for i, rank in zip(numbers, ranks, strict=True) if rank == at]
+        owns += here
         group = ShardGroup(
             mesh,
             first,
             [grid.whole for grid in strips],
             cost,
             planned=Plan(num, 1, tuple(ranks), (0,) * len(ranks)),
-            work=partial(_precondition_strips, wholes),
+            work=partial(_precondition_strips, [grids[i] for i in here]),
         )
         inner.append(group)
 
@@ -135,7 +124,9 @@ def group_over(
         return [results[i] for i in range(len(requests))]
 
     matrices = [grid.strip for grid in grids]
-    return ShardGroup(mesh, second, matrices, cost, planned=across, work=along_first)
+    group = ShardGroup(mesh, second, matrices, cost, planned=across, work=along_first)
+    group.owns = owns  # of the strips that it brings here, those that become whole here
+    return group
 
 
 def _precondition_strips(

@@ -8,7 +8,7 @@ from typing import cast
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement as AxisPlacement
 
 
@@ -47,14 +47,6 @@ class Placement:
 def dim_of(placement: AxisPlacement) -> int:
     """Return the dim that a placement cuts; it must not be Replicate."""
     return cast(Shard, placement).dim  # as strided ones have it too
-
-
-def onto_first(placement: AxisPlacement, ndim: int, num_dims: int) -> AxisPlacement:
-    """Return the placement of a tensor that has only the first ``num_dims`` dims of one
-    with ``ndim`` dims and this ``placement``.
-    """
-    cuts = not placement.is_replicate() and dim_of(placement) % ndim < num_dims
-    return placement if cuts else Replicate()
 
 
 def shard_size(size: int, rank: int, num_ranks: int) -> int:

@@ -216,42 +216,22 @@ def cost(
       send that over R, and mn s (R - 1)/(p R) of results;
     - gathered, mn s (p - 1)/p.
     """
-    p, away = plan.num_ranks, (plan.num_ranks - 1) / plan.num_ranks
+    p, split = plan.num_ranks, plan.replicas
+    away = (p - 1) / p
     payload, back = work.payload().itemsize, work.returned().itemsize
     rate = machine.flops_fp32 if work.is_float32 else machine.flops
-    seconds, loads = 0.0, [0.0] * (p * plan.replicas)  # the second of each owner
-    sizes = [
-        (m.rows * m.cols, m.shard_numel(owner % p, p))
-        for m, owner in zip(matrices, plan.owners, strict=True)
-    ]
-    sent, extra = exchanged(plan, sizes, payload, back)
+    sent = seconds = 0.0
+    extra, loads = [0.0] * (p * split), [0.0] * (p * split)  # of each owner
     for m, owner in zip(matrices, plan.owners, strict=True):
-        flops = work.num_flops(m.rows, m.cols)
+        flops, numel = work.num_flops(m.rows, m.cols), m.rows * m.cols
         if owner >= 0:
+            local_numel = m.shard_numel(owner % p, p)
+            sent += (payload / split + back * (split - 1) / split) * numel / p
+            extra[owner] += back * (numel - local_numel) - payload * local_numel
             loads[owner] += flops
         else:
-            sent += payload * m.rows * m.cols * away
+            sent += payload * numel * away
             seconds += flops / rate
     bytes_max = sent + max(extra)
     seconds += bytes_max / machine.link + max(loads) / rate
     return Cost(sent + sum(extra) / len(extra), bytes_max, seconds, loads)
-
-
-def exchanged(
-    plan: Plan, sizes: Sequence[tuple[int, int]], payload: int, back: int
-) -> tuple[float, list[float]]:
-    """Return the bytes that every rank sends, to owners and between replicas; and the
-    bytes that each owner sends beside that.
-
-    Args:
-        plan: the owners of the matrices.
-        sizes: elements of each matrix, and the part of them that lies at its owner.
-        payload, back: bytes of an element on its way to the owner, and back.
-    """
-    p, split = plan.num_ranks, plan.replicas
-    sent, extra = 0.0, [0.0] * (p * split)
-    for i in plan.owned:
-        numel, local_numel = sizes[i]
-        sent += (payload / split + back * (split - 1) / split) * numel / p
-        extra[plan.owners[i]] += back * (numel - local_numel) - payload * local_numel
-    return sent, extra

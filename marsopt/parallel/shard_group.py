@@ -12,7 +12,7 @@ from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 
 from marsopt.functional.collectives import Request, precondition_matrices
-from marsopt.parallel.exchange import Exchange, Gather, Shape, TensorSpec
+from marsopt.parallel.exchange import Exchange, Gather, TensorSpec
 from marsopt.parallel.planner import Matrix, Plan, plan
 from marsopt.rules.preconditioner import MatrixCost, MatrixOutput
 
@@ -94,19 +94,13 @@ class ShardGroup:
             with record_function("marsopt: exchange"):
                 words = self._cost.payload(wide)
                 sent = [
-                    [x for i in part for x in self._to_owner(i, requests[i], words)]
-                    for part in owned
+                    [requests[i].input.matrix.to(words) for i in part] for part in owned
                 ]
-                specs = [
-                    [
-                        spec
-                        for i in owned[self._rank]
-                        for spec in self._from(r, i, requests[i], words)
-                    ]
-                    for r in ranks
+                shapes = [
+                    [self._shapes[i][r] for i in owned[self._rank]] for r in ranks
                 ]
                 like = requests[0].input.matrix.new_empty(0, dtype=words)
-                to_owners.append(Exchange(sent, specs, like, self._group))
+                to_owners.append(Exchange(sent, shapes, like, self._group))
                 del sent  # it has copies in ``words``
         columns = zip(exchanges, wides, to_owners, strict=True)
         for number, (owned, wide, arriving) in enumerate(columns):
@@ -117,41 +111,23 @@ class ShardGroup:
             with record_function("marsopt: exchange"):
                 words = self._cost.returned(wide)
                 cuts = [
-                    self._cuts(i, requests[i], whole, words)
+                    self._cut(i, whole.matrix.to(words))
                     for i, whole in zip(members, results, strict=True)
                 ]
                 kept |= {i: w.owned for i, w in zip(members, results, strict=True)}
                 del results
-                sent = [[x for cut in cuts for x in cut[r]] for r in ranks]
-                specs = [
-                    [x for i in part for x in self._back(i, requests[i], words)]
-                    for part in owned
-                ]
+                sent = [[cut[r] for cut in cuts] for r in ranks]
+                shapes = [[self._shapes[i][self._rank] for i in part] for part in owned]
                 like = requests[0].input.matrix.new_empty(0, dtype=words)
-                back.append(Exchange(sent, specs, like, self._group))
+                back.append(Exchange(sent, shapes, like, self._group))
                 del cuts, sent  # which are the factors
         shards = {}
         for owned, arriving in zip(exchanges, back, strict=True):
             for part, tensors in zip(owned, arriving.wait(), strict=True):
-                found = results_in(tensors, [requests[i] for i in part])
-                for i, shard in zip(part, found, strict=True):
-                    shards[i] = shard._replace(owned=kept.get(i, ()))
+                for i, shard in zip(part, tensors, strict=True):
+                    factor = shard.to(requests[i].factor_dtype)
+                    shards[i] = MatrixOutput(factor, kept.get(i, ()))
         return shards
-
-    # ---- what travels: a matrix, and numbers of its rows where these are cut ---------
-
-    def _to_owner(self, i: int, request: Request, words: torch.dtype) -> list[Tensor]:
-        shard, wide = request.input, row_dtype(request, words)
-        rows = shard.rows if self.matrices[i].dim == 0 else ()
-        return [shard.matrix.to(words), *(r.to(wide) for r in rows)]
-
-    def _from(
-        self, rank: int, i: int, request: Request, words: torch.dtype
-    ) -> list[TensorSpec]:
-        """Return the shapes and dtypes that a rank sends of a matrix to its owner."""
-        shape, wide = self._shapes[i][rank], row_dtype(request, words)
-        rows = request.input.rows if self.matrices[i].dim == 0 else ()
-        return [TensorSpec(shape, words), *(TensorSpec(shape[:1], wide) for _ in rows)]
 
     def _whole(
         self,
@@ -160,37 +136,17 @@ class ShardGroup:
         by_rank: Sequence[Sequence[Tensor]],
     ) -> list[Request]:
         """Return this owner's matrices, from what every rank has sent."""
-        wholes, from_ranks = [], [iter(tensors) for tensors in by_rank]
-        for i in members:
-            dim, shard = self.matrices[i].dim, requests[i].input
-            matrix = torch.cat([next(tensors) for tensors in from_ranks], dim)
-            rows = shard.rows  # of whole columns: here already
-            if dim == 0:
-                rows = tuple(
-                    torch.cat([next(tensors) for tensors in from_ranks]) for _ in rows
-                )
-            whole = shard._replace(matrix=matrix, rows=rows)
+        wholes = []
+        for i, *pieces in zip(members, *by_rank, strict=True):
+            matrix = torch.cat(pieces, self.matrices[i].dim)
+            whole = requests[i].input._replace(matrix=matrix)
             wholes.append(requests[i]._replace(input=whole))
         return wholes
 
-    def _cuts(
-        self, i: int, request: Request, whole: MatrixOutput, words: torch.dtype
-    ) -> list[list[Tensor]]:
+    def _cut(self, i: int, whole: Tensor) -> Sequence[Tensor]:
         """Return the parts of its result that a matrix's owner sends to each rank."""
-        dim, wide = self.matrices[i].dim, row_dtype(request, words)
-        sizes = [shape[dim] for shape in self._shapes[i]]
-        parts = [[part] for part in whole.matrix.to(words).split(sizes, dim)]
-        for r in whole.rows:
-            row_parts = (
-                r.to(wide).split(sizes) if dim == 0 else [r.to(wide)] * len(sizes)
-            )
-            for part, numbers in zip(parts, row_parts, strict=True):
-                part.append(numbers)
-        return parts
-
-    def _back(self, i: int, request: Request, words: torch.dtype) -> list[TensorSpec]:
-        """Return the shapes and dtypes that the owner of a matrix sends here."""
-        return result_specs(request, self._shapes[i][self._rank], words)
+        dim = self.matrices[i].dim
+        return whole.split([shape[dim] for shape in self._shapes[i]], dim)
 
     # ---- replicas --------------------------------------------------------------------
 
@@ -206,23 +162,21 @@ class ShardGroup:
             for exchanges in self._exchanges
         ]
         specs = [
-            [spec for i in share for spec in self._back(i, requests[i], words)]
+            [TensorSpec(self._shapes[i][self._rank], words) for i in share]
             for share in shares
         ]
         like = requests[0].input.matrix.new_empty(0, dtype=words)
         mine = [
-            x
+            results[i].matrix.to(words)
             for i in (shares[self._replica] if results else [])
-            for x in (results[i].matrix.to(words), *results[i].rows)
         ]
         assert self._replicas is not None
         everyone = Gather(mine, specs, like, self._replicas).wait()
         shards = {}
         for share, tensors in zip(shares, everyone, strict=True):
-            found = results_in(tensors, [requests[i] for i in share])
-            for i, shard in zip(share, found, strict=True):
+            for i, shard in zip(share, tensors, strict=True):
                 owned = results[i].owned if i in results else ()
-                shards[i] = shard._replace(owned=owned)
+                shards[i] = MatrixOutput(shard.to(requests[i].factor_dtype), owned)
         return shards
 
 
@@ -230,31 +184,3 @@ def widest(requests: Sequence[Request]) -> torch.dtype:
     """Return the dtype that holds the matrices of all requests."""
     dtypes = (r.input.matrix.dtype for r in requests)
     return reduce(torch.promote_types, dtypes)
-
-
-def row_dtype(request: Request, words: torch.dtype) -> torch.dtype:
-    """Return the dtype of numbers of rows on their way, in which they are exact."""
-    return torch.promote_types(request.factor_dtype, words)
-
-
-def result_specs(
-    request: Request, shape: Shape, words: torch.dtype
-) -> list[TensorSpec]:
-    """Return the shapes and dtypes in which a result of this shape travels."""
-    rows = TensorSpec(shape[:1], row_dtype(request, words))
-    num_rows = len(request.preconditioner.row_outputs)
-    return [TensorSpec(shape, words), *[rows] * num_rows]
-
-
-def results_in(
-    tensors: Sequence[Tensor], requests: Sequence[Request]
-) -> list[MatrixOutput]:
-    """Return the results of requests, without owners' buffers, from the tensors that
-    have traveled.
-    """
-    rest, results = iter(tensors), []
-    for request in requests:
-        matrix = next(rest).to(request.factor_dtype)
-        rows = tuple(next(rest) for _ in request.preconditioner.row_outputs)
-        results.append(MatrixOutput(matrix, rows))
-    return results

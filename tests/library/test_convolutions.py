@@ -98,12 +98,12 @@ def test_moments_of_rows_start_anew_where_rows_are_others():
     run(optimizer, params, seeds=[0])
     entry = optimizer.state[p]
     kept = entry["momentum_buffer"]
-    assert entry["row_exp_avg_sq"].shape == (6,)
+    assert entry["row_exp_avg_sq"].shape == (1, 6)
     optimizer.param_groups[0]["matrices"] = "batched"
     run(optimizer, params, seeds=[1])
     entry = optimizer.state[p]
     assert entry["momentum_buffer"] is kept
-    assert entry["row_exp_avg_sq"].shape == (6, 4, 3)
+    assert entry["row_exp_avg_sq"].shape == (6 * 4, 3)
 
 
 def test_a_flat_group_takes_every_kernel_apart():

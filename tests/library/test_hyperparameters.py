@@ -711,8 +711,8 @@ def test_a_correction_and_a_matrix_rule_are_checked_too():
             return super().at_owner(matrices, stage)
 
     class Turned(marsopt.Orthogonal):
-        def apply(self, x, o, rows, s, scale):
-            return super().apply(x, o, rows, s, scale).mT
+        def apply(self, x, o, s, scale):
+            return super().apply(x, o, s, scale).mT
 
     class NoBases(marsopt.SOAP):
         def at_owner(self, matrices, stage):

@@ -117,7 +117,7 @@ def applied(preconditioner, tensors, columns, position):
     """What a step makes of x, given the owners' results."""
     x, o = working(tensors["x"]), working(tensors["o"])
     _, _, _, *own = columns
-    return {"x": preconditioner.apply(x, o, {}, tuple(own), 0.3)}
+    return {"x": preconditioner.apply(x, o, tuple(own), 0.3)}
 
 
 def operands_of(preconditioner, *, x=F32, state=None, h=None, applies=False):

@@ -82,7 +82,7 @@ def test_state_holds_what_the_rule_needs_and_no_more(row):
     state = row.rule().init(x)
     shapes = [[b.shape for b in tree.values()] for tree in buffers(state).values()]
     like_x = [p.shape for p in x.values()]
-    rows_of_x = [p.shape[:1] for p in x.values()]
+    rows_of_x = [(1, p.shape[0]) for p in x.values()]
     at_owner = [(1, *shape) for shape in like_x]  # number of matrices here
     num_full = shapes.count(like_x) + shapes.count(at_owner)
     assert num_full == row.buffers

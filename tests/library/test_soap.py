@@ -286,7 +286,7 @@ def test_flops_are_those_of_its_products(sides, orthogonalize):
     for shape in ((300, 640), (512, 512), (640, 300)):
         shapes = [b.shape(torch.Size(shape), None) for b in soap.buffers.values()]
         meta = [torch.empty(s, device="meta") for s in (shape, *shapes)]
-        given = [MatrixInput(meta[0], (), tuple(meta[1:]))]
+        given = [MatrixInput(meta[0], tuple(meta[1:]))]
         with FlopCounterMode(display=False) as counter:
             for count in range(1, every + 1):
                 soap.at_owner(given, soap.stage(count, 0))

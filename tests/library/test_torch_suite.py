@@ -468,7 +468,7 @@ def test_state_is_there_and_keyed_by_parameters(mars_type, mode):
             if key in FACTORS:  # of one matrix, or of none
                 assert value.shape[:1] == (1,)
                 continue
-            shapes = {"step": (), "row_exp_avg_sq": p.shape[:1]}
+            shapes = {"step": (), "row_exp_avg_sq": (1, *p.shape[:1])}
             assert value.shape == shapes.get(key, p.shape)
         assert float(entry["step"]) == 2
 

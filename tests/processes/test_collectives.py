@@ -27,6 +27,7 @@ from marsopt.functional.collectives import (
 )
 from marsopt.parallel import MeshCollectives
 from marsopt.parallel.planner import cost
+from marsopt.rules.buffers import Buffer
 from marsopt.rules.orthogonal import MatrixAverage
 from marsopt.rules.preconditioner import MatrixInput, MatrixOutput
 from tests.processes import spawn
@@ -388,44 +389,51 @@ def indices(leaf, dim):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowSums(MatrixAverage):
-    """At the owner: the matrix in the order of its rows' numbers, and its row sums."""
+    """At the owner: twice the matrix, and in a buffer the sums of its rows."""
 
-    row_inputs = ("number",)
-    row_outputs = ("number", "sum")
+    keeps = {
+        **MatrixAverage.keeps,
+        "sums": Buffer("row_sums", lambda shape, matrices: shape[:1], home="owner"),
+    }
 
     def at_owner(self, matrices, stage):
-        for one in matrices:  # all rows are there, in order
-            assert one.rows[0].tolist() == [*range(one.matrix.shape[0])]
-        return [MatrixOutput(2 * x, (r, x.sum(-1))) for x, (r,), *_ in matrices]
+        return [MatrixOutput(2 * x, (sums + x.sum(-1),)) for x, (sums,), *_ in matrices]
 
 
 def rows_at_owners(rank, world, shape, places, strategy):
-    """Numbers of rows go to owners and come back; nothing that is given changes."""
+    """Rows come together in order; nothing that is given changes. Returns how many
+    times each leaf has its owner here.
+    """
     mesh = init_device_mesh("cpu", shape)
     collectives = MeshCollectives(mesh, strategy=strategy)
     wholes, leaves = matrices(mesh, places)
     same = RowSums(ns=NewtonSchulz(dtype=torch.float64))
+    owns = collectives.owns([MatrixParam(leaf, Matrices(), same) for leaf in leaves])
     requests = []
-    for leaf in leaves:
-        numbers = (indices(leaf, 0).double(),)
-        given = MatrixInput(collectives.local(leaf), numbers)
-        requests.append(Request(given, leaf, Matrices(), same))
+    for leaf, (numbers,) in zip(leaves, owns, strict=True):
+        sums = torch.zeros(len(numbers), leaf.shape[0], dtype=torch.float64)
+        given = MatrixInput(collectives.local(leaf), (sums,))
+        keep = lambda old, new: new  # noqa: E731
+        requests.append(Request(given, leaf, Matrices(), same, keep=keep))
     before = [one.input.matrix.clone() for one in requests]
     for _ in range(2):
         found = collectives.on_owners(requests)
-        for one, whole, leaf, got in zip(requests, wholes, leaves, found, strict=True):
+        for one, whole, got in zip(requests, wholes, found, strict=True):
             assert torch.equal(got.matrix, 2 * one.input.matrix)
-            assert torch.equal(got.rows[0], one.input.rows[0])
-            assert torch.equal(got.rows[1], whole.sum(1)[indices(leaf, 0)])
-    return all(map(torch.equal, before, [one.input.matrix for one in requests]))
+            (old,), (new,) = one.input.owned, got.owned
+            assert not old.any()
+            torch.testing.assert_close(new, whole.sum(1).expand_as(old))
+    assert all(map(torch.equal, before, [one.input.matrix for one in requests]))
+    return [len(numbers) for (numbers,) in owns]
 
 
 @pytest.mark.parametrize("strategy", ["owner", "replicate"])
 @pytest.mark.parametrize("name", MESHES)
-def test_numbers_of_rows_travel_with_their_matrices(name, strategy):
+def test_rows_are_in_order_at_their_owner(name, strategy):
     shape, places = MESHES[name]
     world = torch.Size(shape).numel()
-    assert all(spawn(rows_at_owners, world, shape, places, strategy))
+    ranks = spawn(rows_at_owners, world, shape, places, strategy)
+    assert all(sum(nums) >= 1 for nums in zip(*ranks, strict=True))
 
 
 def owned_matrices(rank, world, shape, places):
@@ -477,36 +485,32 @@ def test_different_matrices_are_an_error_not_a_hang():
         assert "expected the same everywhere" in told
 
 
-def wrap_lines(rank, world, shape, places):
-    """Every rank's rows of a vector make the whole one again, and it knows which they
-    are, and the number of every element.
+def wrap_pieces(rank, world, shape, places):
+    """Every rank's pieces make the whole again, and it knows which rows they have, and
+    the number of every element.
     """
     mesh = init_device_mesh("cpu", shape)
     collectives = MeshCollectives(mesh)
     _, leaves = matrices(mesh, places)
     for leaf in leaves:
-        vector = torch.arange(leaf.shape[0], dtype=torch.float64)
-        mine = vector[indices(leaf, 0)]
         cuts = collectives.cuts(leaf)
         every = torch.arange(leaf.numel()).view(leaf.shape)
-        assert torch.equal(
-            flat_indices(leaf.shape, cuts, leaf.device),
-            collectives.local(cut_like(every, leaf)),
-        )
+        mine = collectives.local(cut_like(every, leaf))
+        assert torch.equal(flat_indices(leaf.shape, cuts, leaf.device), mine)
         rows = flat_row_indices(leaf.shape, cuts, Matrices(), leaf.device)
-        assert torch.equal(vector if rows is None else vector[rows], mine)
+        expected = indices(leaf, 0)
+        assert torch.equal(torch.arange(len(leaf)) if rows is None else rows, expected)
         buffer = collectives.wrap(mine, leaf)
-        assert collectives.local(buffer).data_ptr() == mine.data_ptr()
         if isinstance(leaf, DTensor):
-            assert buffer.shape == vector.shape
-            assert torch.equal(buffer.full_tensor(), vector), leaf.placements
+            assert collectives.local(buffer).data_ptr() == mine.data_ptr()
+            assert torch.equal(buffer.full_tensor(), every), leaf.placements
         else:
             assert buffer is mine
     return True
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_wrapped_rows_make_the_whole(name):
+def test_wrapped_pieces_make_the_whole(name):
     shape, places = MESHES[name]
     world = torch.Size(shape).numel()
-    assert all(spawn(wrap_lines, world, shape, places))
+    assert all(spawn(wrap_pieces, world, shape, places))

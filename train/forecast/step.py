@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from marsopt.parallel.placement import shard_size
-from marsopt.parallel.planner import Cost, Machine, Matrix, Plan, cost, exchanged, plan
-from train.forecast.models import FULL, Job
+from marsopt.parallel.planner import Cost, Machine, Matrix, Plan, cost, plan
+from train.forecast.models import Job
 from train.forecast.record import Memory, record
 
 
@@ -84,17 +83,18 @@ def forecast(
     found = [record(job, sizes, rank, machine) for rank in ranks]
     calls = [Counter(kind for kind, _ in one.collectives) for one in found]
     norms = sum(num for kind, num in found[0].collectives if kind == "all-reduce")
-    mean, most = (norms + rows for rows in _row_bytes(job, matrices, chosen))
     moved = found[0].moved_bytes
     return Forecast(
         plan=chosen,
         cost=spent,
         memory=Memory(*map(max, zip(*(one.memory for one in found), strict=True))),
         moved_bytes=moved,
-        sent_bytes=spent.bytes_sent + mean,
-        most_sent_bytes=spent.bytes_max + most,
+        sent_bytes=spent.bytes_sent + norms,
+        most_sent_bytes=spent.bytes_max + norms,
         collectives={kind: max(own[kind] for own in calls) for kind in CALLED},
-        optimizer_seconds=spent.seconds + most / machine.link + moved / hardware.memory,
+        optimizer_seconds=spent.seconds
+        + norms / machine.link
+        + moved / hardware.memory,
         training_seconds=_training_seconds(job, num_ranks, p, hardware),
     )
 
@@ -114,25 +114,6 @@ def _fullest(matrices: Sequence[Matrix], plan: Plan) -> list[int]:
         return sum(m.rows * m.cols for _, m in shares[rank])
 
     return sorted(alike.values(), key=num_elements, reverse=True)[:MOST_SHARES]
-
-
-def _row_bytes(job: Job, matrices: Sequence[Matrix], plan: Plan) -> tuple[float, float]:
-    """Return the bytes of numbers of rows that travel with matrices: those that a rank
-    sends in the mean, and at most.
-    """
-    there = back = 0
-    for alike in job.alike:
-        if alike.algorithm.matrix_only:
-            preconditioner = alike.algorithm.matrix_preconditioner
-            there = FULL * len(preconditioner.row_inputs)
-            back = FULL * len(preconditioner.row_outputs)
-    p = plan.num_ranks
-    sizes = [
-        (m.rows, shard_size(m.rows, owner % p, p))
-        for m, owner in zip(matrices, plan.owners, strict=True)
-    ]
-    sent, extra = exchanged(plan, sizes, there, back)
-    return sent + sum(extra) / len(extra), sent + max(extra)
 
 
 def _training_seconds(
