@@ -52,8 +52,8 @@ RULES = {
     "mars-soap log time": LOG_TIME | options("mars-soap", "approximate"),
     "factors": dict(mars_type="factors"),
 }
-# what a mesh may treat differently: no matrices, Newton-Schulz, numbers of rows that
-# travel, factors at the owners, two gradients
+# what a mesh may treat differently: no matrices, Newton-Schulz, moments of rows and
+# factors at the owners, two gradients
 SOME = (
     "mars-adamw exact", "mars-adamw approximate", "mars-lion approximate",
     "mars-m approximate", "mars-shampoo exact", "mars-normuon approximate",
