@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.autograd.profiler import record_function
 from marsopt.functional.collectives import (
     LocalCollectives,
     Request,
+    Tensors,
     batches_of,
     joined,
     precondition_leaves,
@@ -129,10 +130,9 @@ class DataParallel(LocalCollectives):
                 results = precondition_matrices(mine)
             for request, result in zip(mine, results, strict=True):
                 # None: the step has written into the buffers
-                buffers = request.input.owned if result.owned is None else result.owned
-                pairs = zip(
-                    (result.matrix, *buffers), _specs(request, words), strict=True
-                )
+                new = request.input.owned if result.owned is None else result.owned
+                tensors = result.matrix, *cast(Tensors, new)
+                pairs = zip(tensors, _specs(request, words), strict=True)
                 sent += [x.to(spec.dtype) for x, spec in pairs]
             specs = [
                 [x for i in part for x in _specs(requests[i], words)] for part in owned
@@ -141,8 +141,8 @@ class DataParallel(LocalCollectives):
                 arriving.append(Gather(sent, specs, like, self._group))
         found: dict[int, MatrixOutput] = {}
         for owned in exchanges:
-            for part, tensors in zip(owned, arriving.pop(0).wait(), strict=True):
-                rest = iter(tensors)
+            for part, arrived in zip(owned, arriving.pop(0).wait(), strict=True):
+                rest = iter(arrived)
                 for i in part:
                     matrix = next(rest).to(requests[i].factor_dtype)
                     buffers = tuple(next(rest) for _ in requests[i].input.owned)

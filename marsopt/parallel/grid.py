@@ -50,8 +50,8 @@ class Grid:
         if not self.strided:
             return whole
         dim, axes = self.whole.dim, self.axes[::-1] if back else self.axes
-        sizes = [self.mesh.size(axis) for axis in axes]
-        strips = whole.matrix.unflatten(dim, (*sizes, -1))
+        sizes: list[int] = [self.mesh.size(axis) for axis in axes]
+        strips: Tensor = whole.matrix.unflatten(dim, (*sizes, -1))
         matrix = strips.transpose(dim, dim + 1).flatten(dim, dim + 2)
         return whole._replace(matrix=matrix)
 

@@ -146,7 +146,9 @@ class ShardGroup:
     def _cut(self, i: int, whole: Tensor) -> Sequence[Tensor]:
         """Return the parts of its result that a matrix's owner sends to each rank."""
         dim = self.matrices[i].dim
-        return whole.split([shape[dim] for shape in self._shapes[i]], dim)
+        sizes = [shape[dim] for shape in self._shapes[i]]
+        parts: Sequence[Tensor] = whole.split(sizes, dim)
+        return parts
 
     # ---- replicas --------------------------------------------------------------------
 

@@ -519,6 +519,7 @@ RULES = [
     ("mars-adamw", dict(state_dtype=BF16, stochastic_rounding=True)),
     ("moonlight", dict(ns_dtype=F32)),
     ("mars-m", dict(ns_dtype=F32)),
+    ("mars-normuon", dict(ns_dtype=F32)),
 ]
 
 
