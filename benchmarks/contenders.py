@@ -235,6 +235,12 @@ OURS = [
         build=ours("mars-adamw", max_norm=None),
     ),
     _ours(
+        "moonlight",
+        "Moonlight, global clip, Newton-Schulz in fp16",
+        key="moonlight-fp16",
+        build=ours("moonlight", **MUON_HYPER, ns_dtype=torch.float16),
+    ),
+    _ours(
         "soap",
         "SOAP, global clip, a refresh in every step",
         key="soap-every",

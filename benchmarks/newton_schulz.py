@@ -1,65 +1,76 @@
-"""Newton-Schulz: error and time of every precision that is offered.
+"""Newton-Schulz: rounding error and FLOPs of every precision and form.
 
-    python -m benchmarks.newton_schulz [--device cuda] [--width 768] [--batch 12]
+    python -m benchmarks.newton_schulz [--shape 256 1024] [--device cuda]
+        [--momentum FILE]
 
-Rounding: relative, in the Frobenius norm, against float64 with the same polynomials,
-worst of three matrices of GPT-2's fc shape (4 width x width; no wider than 256, for the
-sake of float64), Gaussian and with singular values spread over logarithms down to 1e-4
-and 1e-8. Polar: the same of the distance from the exact polar factor, which is what
-polynomials differ in. Time: a list of matrices of the whole width, medians
-of interleaved rounds; the rate counts the operations. float16 is not
-timed on a CPU.
+Errors are relative, in the Frobenius norm, against float64 with the same polynomials,
+for matrices of five spectra. FLOPs are those of the matrix, beside a Gram matrix in
+every step. FILE is the ``state_dict()`` of a matrix rule, as torch.save writes it: its
+column has the worst of all momentum matrices. Times: benchmarks.newton_schulz_shapes.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from benchmarks.timing import spread, take_turns
-from marsopt import NewtonSchulz, polar_factor
-from marsopt.profiling.machine import describe, one_line, seconds
+from marsopt import NewtonSchulz
+from marsopt.profiling.machine import describe, one_line
+from marsopt.rules.newton_schulz import FORMS
 
-BF16, FP32 = dict(dtype=torch.bfloat16), dict(dtype=torch.float32)
-VARIANTS = {
-    "default here": NewtonSchulz(),
-    "bfloat16": NewtonSchulz(**BF16),
-    "float16": NewtonSchulz(dtype=torch.float16),
-    "float32": NewtonSchulz(**FP32),
-    "bf16, Polar Express": NewtonSchulz(**BF16, coefficients="polar_express"),
-}
-SPECTRA = {"gaussian": None, "to 1e-4": 1e-4, "to 1e-8": 1e-8}
+STEPS = (1, 2, 3, 5)  # on one Gram matrix, where a precision allows several
+SPECTRA = ("random", "low rank", "6 decades", "3 decades", "one large")
 
 
-def matrix(rows: int, cols: int, smallest: float | None, seed: int) -> Tensor:
-    """Return a random float64 matrix; ``smallest`` is its smallest singular value."""
-    g = torch.Generator().manual_seed(seed)
-    m = torch.randn(rows, cols, generator=g, dtype=torch.float64)
-    if smallest is None:
-        return m
-    u, _, vh = torch.linalg.svd(m, full_matrices=False)
-    s = torch.logspace(torch.tensor(smallest).log10().item(), 0, min(rows, cols))
-    return (u * s.double()) @ vh
+def matrix(spectrum: str, rows: int, cols: int) -> Tensor:
+    """Return a float64 matrix (rows, cols) of one of the spectra.
 
-
-def errors(
-    ns: NewtonSchulz, width: int, smallest: float | None, device: str
-) -> tuple[float, float]:
-    """Return the worst of three seeds: what rounding does, and the distance from the
-    polar factor.
+    "low rank" is a random matrix of a sixteenth of the rank, and 0.001 of noise; "one
+    large" has singular values of 1 and 0.01; in 3 or 6 decades they lie on logarithms.
     """
-    exact = replace(ns, dtype=torch.float64)
-    worst = [0.0, 0.0]
-    for seed in range(3):
-        m = matrix(4 * width, width, smallest, seed)
+    short = min(rows, cols)
+    g = torch.Generator().manual_seed(0)
+    own = dict(generator=g, dtype=torch.float64)
+    noise, rank = torch.randn(rows, cols, **own), max(1, short // 16)
+    if spectrum == "random":
+        return noise
+    if spectrum == "low rank":
+        low = torch.randn(rows, rank, **own) @ torch.randn(rank, cols, **own)
+        return low + 1e-3 * noise
+    u, _, vh = torch.linalg.svd(noise, full_matrices=False)
+    if spectrum == "one large":
+        s = torch.full((short,), 0.01, dtype=torch.float64)
+        s[0] = 1
+    else:
+        s = torch.logspace(0, -int(spectrum[0]), short, dtype=torch.float64)
+    return (u * s) @ vh
+
+
+def variants() -> Iterator[tuple[str, NewtonSchulz]]:
+    """Yield every precision and form, with the form in force."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        name, ns = str(dtype).removeprefix("torch."), NewtonSchulz(dtype=dtype)
+        if dtype not in FORMS:
+            yield name, ns
+            continue
+        for num in STEPS:
+            default = " *" if num == max(FORMS[dtype]) else ""
+            with patch.dict(FORMS, {dtype: (num,)}):
+                yield f"{name}, {num} steps on a Gram matrix{default}", ns
+
+
+def worst(ns: NewtonSchulz, pairs: list[tuple[Tensor, Tensor]], device: str) -> float:
+    """Return the largest error over matrices and their factors in float64."""
+    errors = []
+    for m, exact in pairs:
         got = ns(m.float().to(device)).double().cpu()
-        for i, want in enumerate((exact(m), polar_factor(m))):
-            worst[i] = max(worst[i], float((got - want).norm() / want.norm()))
-    return worst[0], worst[1]
+        errors.append(float((got - exact).norm() / exact.norm()))
+    return max(errors)
 
 
 def main() -> None:
@@ -67,40 +78,26 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--batch", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--shape", type=int, nargs=2, default=(256, 1024))
+    parser.add_argument("--momentum", type=Path, metavar="FILE")
     args = parser.parse_args()
 
-    shape = (args.batch, 4 * args.width, args.width)
-    batch = torch.randn(shape, device=args.device).unbind()
-    steps = {
-        name: partial(seconds, partial(ns.many, batch), args.device)
-        for name, ns in VARIANTS.items()
-        if args.device != "cpu" or ns.dtype != torch.float16  # seconds a matrix
-    }
-    take_turns(steps, 1)  # warms up
-    times = take_turns(steps, args.rounds)
+    given = {name: [matrix(name, *args.shape)] for name in SPECTRA}
+    if args.momentum is not None:
+        state = torch.load(args.momentum)["state"].values()
+        found = [own["momentum_buffer"] for own in state if "momentum_buffer" in own]
+        given["momentum"] = [m.double() for m in found if m.ndim == 2]
+    exact = NewtonSchulz(dtype=torch.float64)
+    columns = {name: [(m, exact(m)) for m in ms] for name, ms in given.items()}
 
     print(one_line(describe(args.device)))
-    print(f"{args.batch} matrices {4 * args.width} x {args.width}")
-    heads = "".join(f"{name:>10}" for name in SPECTRA)
-    print(f"{'':20}{'rounding':>10}{'':20}  {'polar':>10}")
-    heads += "  " + heads
-    print(f"{'':20}{heads}{'ms':>9}{'GFLOP':>8}{'GFLOP/s':>9}")
-    for name, ns in VARIANTS.items():
-        found = [
-            errors(ns, min(args.width, 256), smallest, args.device)
-            for smallest in SPECTRA.values()
-        ]
-        rounding = "".join(f"{one:10.1e}" for one, _ in found)
-        polar = "".join(f"{one:10.2f}" for _, one in found)
-        line = f"{name:20}{rounding}  {polar}"
-        if name in times:
-            median, shape = spread(times[name]).median, (4 * args.width, args.width)
-            flops = args.batch * ns.on(args.device).num_flops(*shape) / 1e9
-            line += f"{1e3 * median:9.1f}{flops:8.1f}{flops / median:9.1f}"
-        print(line)
+    print(f"{args.shape[0]} x {args.shape[1]}; * = by default")
+    print(f"{'':36}{'FLOPs':>7}", *(f"{name:>10}" for name in columns))
+    standard = NewtonSchulz().num_flops(*args.shape)
+    for name, ns in variants():
+        share = ns.num_flops(*args.shape) / standard
+        errors = [worst(ns, pairs, args.device) for pairs in columns.values()]
+        print(f"{name:36}{share:7.2f}", *(f"{e:10.1e}" for e in errors), flush=True)
 
 
 if __name__ == "__main__":

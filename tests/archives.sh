@@ -18,7 +18,7 @@ fi
 PATH=$venv/bin:$PATH
 rm -rf build/installed
 mkdir -p build/installed
-cp -r tests train docs README.md pyproject.toml build/installed
+cp -r tests train benchmarks docs README.md pyproject.toml build/installed
 python -m build --outdir build/installed/dist
 cd build/installed
 for archive in dist/*.tar.gz dist/*.whl; do

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.jobs import PARTS
+from benchmarks.newton_schulz_shapes import STANDARD
 from marsopt.profiling.machine import one_line
 from train.errors import UserError, command
 
@@ -125,7 +126,8 @@ def orthogonal(found: dict[str, Any]) -> str:
     rows = [
         [
             f"{row['count']} x ({row['rows']}, {row['cols']})",
-            result["model"],
+            row["model"],
+            row["form"],
             f"{1e3 * row['seconds']['median']:.2f}",
             f"{row['rate'] / 1e12:,.3g}",
             f"{row['rate'] / row['products_rate']:.0%}",
@@ -135,7 +137,7 @@ def orthogonal(found: dict[str, Any]) -> str:
         if name.startswith("newton-schulz ")
         for row in result["rows"]
     ]
-    head = ["matrices", "model", "ms", "TFLOP/s", "of its products alone",
+    head = ["matrices", "model", "precision", "ms", "TFLOP/s", "of its products alone",
             "of one square product"]  # fmt: skip
     return markdown(head, rows)
 
@@ -150,7 +152,8 @@ def budgets(found: dict[str, Any]) -> str:
         elif kind == "newton-schulz":
             for row in result["rows"]:
                 shape = f"{rest} ({row['rows']}, {row['cols']})"
-                rates[shape] = row["rate"] / result["matmul_rate"]
+                if row["form"] == STANDARD:
+                    rates[shape] = row["rate"] / result["matmul_rate"]
     rows = []
     for what, limit, values in (
         ("elementwise step, share of the copy rate", COPY_SHARE, shares),

@@ -47,6 +47,16 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
     ),
     "taylor": (_TAYLOR,),
 }
+Polynomial = tuple[float, float, float]  # (a, b, c)
+
+# The forms that a working precision allows, by the number of steps on one Gram matrix;
+# other precisions form one in every step. A matrix takes the form of fewest FLOPs.
+# Errors by form and spectrum: python -m benchmarks.newton_schulz.
+FORMS: dict[torch.dtype, tuple[int, ...]] = {torch.float16: (1, 3)}
+# The norm of the first iterate in float16, the largest power of two that keeps squares
+# of Gram matrices below 65504. With norm 1 the Gram matrix of a 4096 x 14336 matrix
+# lies below 6e-5, where float16 loses digits.
+FLOAT16_NORM = 8
 
 # ---- products ------------------------------------------------------------------------
 
@@ -72,6 +82,47 @@ def _may_write(x: Tensor) -> bool:
     )
 
 
+# ---- forms ---------------------------------------------------------------------------
+
+
+def _polynomial(
+    segment: Sequence[Polynomial], gram: Tensor, norm: float, out: Tensor | None
+) -> tuple[float, Tensor]:
+    """Return (a, P): the steps of a segment multiply the iterate by aI + P, which is
+    the product of their polynomials, each of the Gram matrix that the step before
+    leaves. A single step has P without aI, whose rounding would cost digits of P.
+
+    Args:
+        segment: the polynomials.
+        gram: the first Gram matrix times norm^2.
+        norm: the factor of the iterates.
+        out: memory for P of a single step.
+    """
+    _, add_product = _products(gram)
+    factor = gram  # the first step replaces it
+    for i, (a, b, c) in enumerate(segment):
+        p = add_product(gram, gram, gram, beta=b / norm**2, alpha=c / norm**4, out=out)
+        if len(segment) == 1:
+            return a, p
+        if i + 1 < len(segment):
+            for _ in range(2):  # G <- G (aI + P)^2
+                gram = add_product(gram, gram, p, beta=a)
+        factor = add_product(factor, factor, p, beta=a) if i else p
+        if i == 0:
+            factor.diagonal(dim1=-2, dim2=-1).add_(a)
+    return 0.0, factor
+
+
+def _num_flops(form: Sequence[Sequence[Polynomial]], rows: int, cols: int) -> int:
+    """Return the FLOPs of a form. A segment takes a Gram matrix, a product with the
+    matrix and a square; every further step of it four products of the short side:
+    two for the next Gram matrix, its square, and the product of polynomials.
+    """
+    short, long = min(rows, cols), max(rows, cols)
+    small = sum(4 * len(segment) - 3 for segment in form)
+    return 4 * len(form) * long * short**2 + 2 * small * short**3
+
+
 # ---- the iteration -------------------------------------------------------------------
 
 
@@ -84,7 +135,9 @@ class NewtonSchulz:
         steps: number of iterations.
         coefficients: "quintic" (Muon's and the authors'), "polar_express" or "taylor".
         dtype: working precision of the iteration. The input is normalized before it is
-            cast. None = bfloat16; on a CPU float32.
+            cast. None = bfloat16; on a CPU float32. float16 rounds less than bfloat16,
+            and three steps share one Gram matrix if the long side is more than 1.5
+            times the short side: five steps on a 4:1 matrix take 0.67 of the FLOPs.
         eps: added to the Frobenius norm that divides the input, so that a zero matrix
             stays zero, also with eps=0. The authors add 1e-8 to the norm of
             m/(1 - beta1); for m itself that is 5e-10 at beta1 = 0.95.
@@ -156,9 +209,15 @@ class NewtonSchulz:
         self, matrices: Float[Tensor, "*batch rows cols"], dtype: torch.dtype
     ) -> Float[Tensor, "*batch rows cols"]:
         """The first iterate, a new tensor."""
-        norm: Tensor = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)
+        # float16 holds no norm above 65504, and no eps
+        wide = torch.float32 if matrices.dtype == torch.float16 else None
+        norm: Tensor = torch.linalg.vector_norm(
+            matrices, dim=(-2, -1), keepdim=True, dtype=wide
+        )
         norm = norm + nonzero(self.eps)
-        if dtype == matrices.dtype or not _may_write(matrices):
+        if dtype == torch.float16:
+            norm = norm / FLOAT16_NORM
+        if not _may_write(matrices):
             return (matrices / norm).to(dtype)
         out = torch.empty_like(
             matrices, dtype=dtype, memory_format=torch.contiguous_format
@@ -169,26 +228,42 @@ class NewtonSchulz:
         self, x: Float[Tensor, "*batch rows cols"]
     ) -> Float[Tensor, "*batch rows cols"]:
         """All iterations on a normalized matrix, or a batch of them, which is written
-        over: on an iterate and the next, a Gram matrix and its polynomial.
+        over: on an iterate and the next, a Gram matrix and its polynomial. If steps
+        share a Gram matrix, products have memory of their own.
         """
         rows, cols = x.shape[-2:]
-        tall, writes = rows > cols, _may_write(x)
+        segments = self._segments(rows, cols, x.dtype)
+        tall, norm = rows > cols, FLOAT16_NORM if x.dtype == torch.float16 else 1
+        writes = _may_write(x) and len(segments) == self.steps
         product, add_product = _products(x)
         first = second = after = None
         if writes:
             size = min(rows, cols)
             first, second = x.new_empty(2, *x.shape[:-2], size, size).unbind()
-        for a, b, c in self._polynomials():
+        for segment in segments:
             gram = product(*((x.mT, x) if tall else (x, x.mT)), out=first)
-            p = add_product(gram, gram, gram, beta=b, alpha=c, out=second)
-            factors = (x, p) if tall else (p, x)
-            iterate = add_product(x, *factors, beta=a, out=after)
-            x, after = iterate, x if writes else None
+            a, p = _polynomial(segment, gram, norm, out=second)
+            scaled = dict(beta=a / norm, alpha=1 / norm, out=after)
+            iterate = add_product(x, *((x, p) if tall else (p, x)), **scaled)
+            x, after, norm = iterate, x if writes else None, 1
+            del gram, p  # before the next segment has its own
         return x
 
-    def _polynomials(self) -> list[tuple[float, float, float]]:
+    def _segments(
+        self, rows: int, cols: int, dtype: torch.dtype
+    ) -> list[list[Polynomial]]:
+        """The polynomials of the form of fewest FLOPs that ``dtype`` allows for a
+        matrix: a list for each Gram matrix.
+        """
         table = COEFFICIENTS[self.coefficients]
-        return [table[min(i, len(table) - 1)] for i in range(self.steps)]
+        steps = [table[min(i, len(table) - 1)] for i in range(self.steps)]
+        nums = FORMS.get(dtype, (1,))
+        forms = [[steps[i : i + n] for i in range(0, len(steps), n)] for n in nums]
+        best = forms[0]
+        for form in forms[1:]:
+            if _num_flops(form, rows, cols) < _num_flops(best, rows, cols):
+                best = form
+        return best
 
     def many(self, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Orthogonalize a list of matrices (rows, cols) and batches of them (num, rows,
@@ -234,11 +309,9 @@ class NewtonSchulz:
         return self.dtype is not None and self.dtype.itemsize >= 4
 
     def num_flops(self, rows: int, cols: int) -> int:
-        """Of a Gram matrix, its square and a product with the matrix, in every
-        iteration.
-        """
-        short, long = sorted((rows, cols))
-        return self.steps * (4 * long * short**2 + 2 * short**3)
+        """Of all products, in the form that the matrix takes."""
+        dtype = self.dtype or torch.bfloat16
+        return _num_flops(self._segments(rows, cols, dtype), rows, cols)
 
 
 def batched(matrices: Sequence[Tensor]) -> Tensor:
@@ -278,7 +351,8 @@ def newton_schulz(
         steps: number of iterations.
         coefficients: a, b, c of every iteration, by a name in
             ``marsopt.rules.newton_schulz.COEFFICIENTS``.
-        dtype: working precision: None = bfloat16; on a CPU float32.
+        dtype: working precision: None = bfloat16; on a CPU float32. float16 takes
+            fewer FLOPs on long matrices (``NewtonSchulz``).
         eps: added to the norm that divides the input.
 
     Returns:

@@ -131,6 +131,7 @@ def test_state_in_bfloat16_is_half_on_shards_too():
 NS = [
     NewtonSchulz().on("meta"),
     NewtonSchulz(dtype=torch.float32),
+    NewtonSchulz(dtype=torch.float16),
     NewtonSchulz(steps=1).on("meta"),
     NewtonSchulz(steps=2).on("meta"),
 ]

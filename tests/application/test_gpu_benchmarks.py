@@ -78,8 +78,8 @@ def test_tables_take_what_commands_wrote(tmp_path):
                    peak_bytes=10**6, state_bytes_per_parameter=12.0)],
     )  # fmt: skip
     shape = dict(count=36, rows=1280, cols=1280, seconds=spread, rate=6e14,
-                 products_rate=7e14)  # fmt: skip
-    ns = dict(model="gpt2-large", matmul_rate=8e14, rows=[shape])
+                 products_rate=7e14, model="gpt2-large", form="bfloat16")  # fmt: skip
+    ns = dict(matmul_rate=8e14, rows=[shape])
     profile = dict(floor=dict(norms=1e12, update=24e12, copied=2e12), seconds=10.0,
                    copy_bandwidth=3e12, num_flops=0, matmul_rate=8e14, peak_bytes=0,
                    num_stack_kernels=14, num_launches=20, recompiles=[],
