@@ -89,9 +89,7 @@ def losses(path: Path) -> None:
             errors = [error_of(own) for own in by_length[title].values()]
             look = dict(color=color, linestyle=dashes, capsize=3, marker="o")
             axes.errorbar(steps, means, yerr=errors, markersize=5, **look)
-            beside = (-6, -14) if title == DEFAULT else (8, 0)
-            text = dict(xytext=beside, textcoords="offset points", va="center")
-            text |= dict(ha="right") if title == DEFAULT else {}
+            text = dict(xytext=(8, 0), textcoords="offset points", va="center")
             axes.annotate(name, (steps[-1], means[-1]), **text, color=color)
         control = by_length[CONTROL].items()
         means = {t: {0: mean(own.values())} for t, own in control}
@@ -112,7 +110,7 @@ def losses(path: Path) -> None:
         axes.set_xticks(steps := sorted({t for f in by_length.values() for t in f}))
         axes.set_xticklabels([f"{t:,}" for t in steps])
         axes.minorticks_off()
-        axes.set_xlim(steps[0] / 1.15, steps[-1] * 1.5)
+        axes.set_xlim(steps[0] / 1.15, steps[-1] * 1.6)
         axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import mean
 from unittest import mock
 
 import numpy as np
@@ -259,8 +261,24 @@ def test_the_study_page_has_what_the_rule_says_of_the_store(capsys):
     rule = printed[printed.index("### The rule") :].splitlines()
     said = [line for line in rule if line.startswith(("- ", "Log time is"))]
     assert len(said) == 7 and not [line for line in said if line not in page]
-    judged = decide.table("1920", decide.judged("1920"))
-    assert not [row for row in judged.splitlines()[2:] if row not in page]
+    tables = [decide.table(name, decide.judged(name)) for name in warm_up.PLACES]
+    judged = [row for table in tables for row in table.splitlines()[2:]]
+    assert len(judged) > 60 and not [row for row in judged if row not in page]
+
+
+@pytest.mark.parametrize("page, num", [("README.md", 7), ("docs/choose.md", 3)])
+def test_pages_quote_losses_and_differences_of_the_study(page, num):
+    losses = decide.judged("1920").at_best(warm_up.PLACES["1920"].contenders)
+    known = set()
+    for title, own in losses.items():
+        control = warm_up.CONTROL_OF.get(title, "NAdamW")
+        to = decide.differences(losses, control).get(title)
+        said = f"{to.mean:+.3f} ± {to.error:.3f} to {control}" if to else ""
+        known.add((f"{mean(own.values()):.3f}", said))
+    rows = (Path(studies.__file__).parents[1] / page).read_text().replace("**", "")
+    quoted = re.findall(r"^\| [^|\d]+ \| (\d\.\d{3}) \| ([^|]*?) ?\|", rows, re.M)
+    quoted = [row for row in quoted if "±" in row[1] or not row[1]]
+    assert len(quoted) == num and not set(quoted) - known
 
 
 def test_a_difference_of_few_seeds_has_the_pooled_error():
