@@ -247,10 +247,10 @@ OURS = [
         build=ours("soap", **SOAP_HYPER, **EVERY),
     ),
     _ours(
-        "soap",
-        "SOAP of short sides, global clip",
-        key="soap-short",
-        build=ours("soap", **SOAP_HYPER, sides="short"),
+        "soap-muon",
+        "SOAP-Muon of short sides, global clip, refreshes spread over the steps",
+        key="soap-muon-short",
+        build=ours("soap-muon", **SOAP_HYPER, sides="short", stagger=True),
     ),
     _ours(
         "mars-adamw",

@@ -45,6 +45,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="gpt2-small", choices=MODELS)
     add("--layers", type=int, help="instead of the model's own number")
+    add("--width", type=int, help="instead of the model's own")
     add("--vocab", type=int, help="instead of the model's own")
     # fmt: off
     add("--only", nargs="+", action="extend", metavar="NAME",
@@ -61,7 +62,8 @@ def arguments() -> argparse.Namespace:
     add("--eager", action="store_true", help="do not compile our rules")
     add("--json", type=Path, help="write everything measured here")
     args = parser.parse_args()
-    for name, least in (("layers", 0), ("vocab", 1), ("rounds", 2), ("memory", 0.01)):
+    least_of = dict(layers=0, width=1, vocab=1, rounds=2, memory=0.01)
+    for name, least in least_of.items():
         value = getattr(args, name)
         if value is not None and value < least:
             raise UserError(
@@ -108,7 +110,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     depth, width = MODELS[args.model]
     tensors = shapes(
         depth if args.layers is None else args.layers,
-        width,
+        width if args.width is None else args.width,
         VOCAB_SIZE if args.vocab is None else args.vocab,
     )
     num_params = sum(map(math.prod, tensors.values()))
@@ -127,7 +129,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             dtype=getattr(torch, args.dtype),
             tell=lambda text: print(text, file=sys.stderr, flush=True),
         )
-    changed = {"layers": args.layers, "vocab": args.vocab}
+    changed = {"layers": args.layers, "width": args.width, "vocab": args.vocab}
     own = [f"{name} {value}" for name, value in changed.items() if value is not None]
     return dict(
         model=", ".join([args.model, *own]),

@@ -18,7 +18,16 @@ from research import studies
 from research.compare.results import LEADS
 from research.compare.search import Found
 from research.compare.study import Study
-from research.warm_up import CONTROL_OF, GROWING, MOONLIGHT, PLACES, WARM_UPS, study
+from research.warm_up import (
+    CONTROL_OF,
+    GROWING,
+    HALF,
+    MOONLIGHT,
+    PLACES,
+    WARM_UPS,
+    WHOLE,
+    study,
+)
 from train.errors import command
 
 FEW = 4  # seeds, below which the deviation of differences is pooled
@@ -115,6 +124,14 @@ class Judged:
         runs = self.study.seeds(title, self.search(title))
         return {r.seed: self.losses[r.key] for r in runs if r.key in self.losses}
 
+    def at_best(self, titles: Iterable[str]) -> dict[str, dict[int, float]]:
+        """Return by contender its ``by_seed`` at its own best warm-up, of those that
+        have runs.
+        """
+        best = [(t, own) for t in titles for own in self.best((t,)).values()]
+        found = {title: self.by_seed(own) for title, own in best}
+        return {title: by_seed for title, by_seed in found.items() if by_seed}
+
     def is_complete(self, title: str) -> bool:
         """Return whether a method's search and all its seeds have been run."""
         return not self.study.wanted(title, self.losses)
@@ -156,22 +173,24 @@ def table(name: str, place: Judged) -> str:
     the best one's difference to its control at its own best.
     """
     contenders = [t for t in PLACES[name].contenders if place.best((t,))]
-    best = {title: place.best((title,))[title] for title in contenders}
-    losses = {t: by_seed for t in best.values() if (by_seed := place.by_seed(t))}
+    losses = place.at_best(contenders)
+    if name == HALF:  # as many gradients as its control has at twice the steps
+        losses |= judged(WHOLE).at_best(("NAdamW",))
     lines = [f"### {place.study.title}", ""]
     lines += [
         "| method | warm-up | learning rate | search | loss | seeds | to control |"
     ]
     lines += ["|---|---|---|---|---|---|---|"]
     for title in contenders:
-        control = best.get(CONTROL_OF.get(title, "NAdamW"), "")
+        control = CONTROL_OF.get(title, "NAdamW")
+        to, best = differences(losses, control).get(title), place.best((title,))[title]
+        said = "" if to is None else f"{to} to {control}"
         for end in WARM_UPS:
             if place.search(title + end).wanted:
                 continue
-            is_best = best[title] == title + end
-            to = differences(losses, control).get(title + end) if is_best else None
+            is_best = best == title + end
             cells = [f"**{title}**" if is_best else title, *_cells(place, title + end)]
-            lines.append(f"| {' | '.join([*cells, '' if to is None else str(to)])} |")
+            lines.append(f"| {' | '.join([*cells, said if is_best else ''])} |")
     return "\n".join(lines)
 
 

@@ -8,67 +8,42 @@ losses.png has the loss of runs of several lengths, from the stores of the studi
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean, stdev
 
+from research import decide, studies
 from research.compare.store import final
-from research.studies import STORES
 from train.pictures import picture
 
 ACCENT, GREY = "#b5440e", "#6b6b6b"
 DEFAULT, CONTROL = "Moonlight", "NAdamW"
-LINES = {  # method: its rule, color and dashes
-    "AdamW": ("adamw", GREY, ":"),
-    CONTROL: ("nadamw", "#0b3c8c", "--"),
-    DEFAULT: ("moonlight", ACCENT, "-"),
+LINES = {  # method: its color and dashes
+    "AdamW": (GREY, ":"),
+    CONTROL: ("#0b3c8c", "--"),
+    DEFAULT: (ACCENT, "-"),
 }
 NAMES = {DEFAULT: "for_model"}
-SHOWN = {  # studies of the setting, by length and store
-    480: (("warm_up", "warm_up_480"), ("log_time", "log_time_480")),
-    1920: (
-        ("warm_up", "warm_up_1920"), ("log_time", "log_time_1920"), ("small", "small")
-    ),
-    7680: (("warm_up", "warm_up_7680"), ("small", "small_long")),
-}  # fmt: skip
-JUDGING, FEWEST = range(1, 9), 4  # seeds, and how many a point has at least
+LENGTHS = (480, 1920, 7680)  # steps
+JUDGING = range(1, 9)  # seeds
 TITLE = "0.1M parameters beside embeddings, each point tuned"
 
 
-def _runs(store: str, study: str, rule: str) -> Iterator[tuple[str, int, float]]:
-    """Yield recipe, seed and final loss of the runs of a rule at constant decays."""
-    for line in map(json.loads, (STORES / f"{store}.jsonl").read_text().splitlines()):
-        recipe = line.get("recipe", {})
-        own = {*recipe} - {
-            "gpa",
-            "snoo",
-            "ema_nesterov",
-            "mona",
-            "correction",
-            "beside",
-        }
-        is_plain = own == {*recipe} and isinstance(recipe.get("beta1"), float)
-        if line["study"] == study and is_plain and recipe["rule"] == rule:
-            yield json.dumps(recipe, sort_keys=True), line["seed"], final(line)
-
-
 def horizons() -> dict[str, dict[int, dict[int, float]]]:
-    """Return by method and number of steps the final losses of the judging seeds at the
-    best of the points that have them.
+    """Return by method and number of steps the final losses of the judging seeds, each
+    at its best warm-up; the control's longest runs are of small, at a tenth.
     """
     lowest: dict[str, dict[int, dict[int, float]]] = {title: {} for title in LINES}
-    for title, (rule, *_) in LINES.items():
-        for steps, stored in SHOWN.items():
-            points: dict[tuple[str, str], dict[int, float]] = {}
-            for place in stored:
-                for recipe, seed, loss in _runs(*place, rule):
-                    if seed in JUDGING:
-                        points.setdefault((place[1], recipe), {})[seed] = loss
-            whole = [own for own in points.values() if len(own) >= FEWEST]
-            if whole:
-                lowest[title][steps] = min(whole, key=lambda own: mean(own.values()))
+    for steps in LENGTHS:
+        place = decide.judged(str(steps))
+        known = [title for title in LINES if title in place.study.methods]
+        for title, own in place.at_best(known).items():
+            lowest[title][steps] = own
+    runs = studies.stored("small_long").lines.values()
+    longest = [run for run in runs if run["recipe"]["rule"] == CONTROL.lower()]
+    judging = {run["seed"]: final(run) for run in longest if run["seed"] in JUDGING}
+    lowest[CONTROL][LENGTHS[-1]] = judging
     return lowest
 
 
@@ -108,15 +83,13 @@ def losses(path: Path) -> None:
         xlabel="steps of the run", ylabel="held-out loss, nats per byte", title=TITLE
     )
     with picture(path, (7, 3.6), **labels) as axes:
-        for title, (_, color, dashes) in LINES.items():
+        for title, (color, dashes) in LINES.items():
             steps, name = [*by_length[title]], NAMES.get(title, title)
             means = [mean(own.values()) for own in by_length[title].values()]
             errors = [error_of(own) for own in by_length[title].values()]
             look = dict(color=color, linestyle=dashes, capsize=3, marker="o")
             axes.errorbar(steps, means, yerr=errors, markersize=5, **look)
-            beside = (-6, -14) if title == DEFAULT else (8, 0)
-            text = dict(xytext=beside, textcoords="offset points", va="center")
-            text |= dict(ha="right") if title == DEFAULT else {}
+            text = dict(xytext=(8, 0), textcoords="offset points", va="center")
             axes.annotate(name, (steps[-1], means[-1]), **text, color=color)
         control = by_length[CONTROL].items()
         means = {t: {0: mean(own.values())} for t, own in control}
@@ -137,7 +110,7 @@ def losses(path: Path) -> None:
         axes.set_xticks(steps := sorted({t for f in by_length.values() for t in f}))
         axes.set_xticklabels([f"{t:,}" for t in steps])
         axes.minorticks_off()
-        axes.set_xlim(steps[0] / 1.15, steps[-1] * 1.5)
+        axes.set_xlim(steps[0] / 1.15, steps[-1] * 1.6)
         axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -73,6 +73,8 @@ CONTROL_OF = {
     "MARS-M": "Moonlight",
     "SOAP-Muon, log time": "SOAP-Muon",
 }
+# which takes two gradients a step: its control has twice the steps
+HALF, WHOLE = "960", "1920"
 EXACT: dict[str, tuple[Recipe, float]] = {
     "MARS-AdamW, exact": (MARS | dict(correction="exact"), 0.0087)
 }
@@ -119,8 +121,8 @@ def _small(said: str, **changes: object) -> tuple[str, Setting]:
 KNOWN = dict(more=CONTROLS, num_seeds=5, is_judged=False)
 PLACES: dict[str, Place] = {
     "480": Place(*_small("480 steps", steps=480), **KNOWN),
-    "960": Place(*_small("960 steps", steps=960), **KNOWN | dict(more=EXACT)),
-    "1920": Place(*_small("1,920 steps"), **KNOWN | dict(more=CONTROLS | EXACT)),
+    HALF: Place(*_small("960 steps", steps=960), **KNOWN | dict(more=EXACT)),
+    WHOLE: Place(*_small("1,920 steps"), **KNOWN),
     "7680": Place(*_small("7,680 steps", steps=7680), (0.0123, 0.0175)),
     "batch_quarter": Place(
         *_small("a quarter of the batch", batch=2, steps=7680), (0.0082, 0.0117)
@@ -170,8 +172,8 @@ def study(name: str) -> Study:
 
 
 warm_up_480 = partial(study, "480")
-warm_up_960 = partial(study, "960")
-warm_up_1920 = partial(study, "1920")
+warm_up_960 = partial(study, HALF)
+warm_up_1920 = partial(study, WHOLE)
 warm_up_7680 = partial(study, "7680")
 warm_up_batch_quarter = partial(study, "batch_quarter")
 warm_up_bpe = partial(study, "bpe")

@@ -6,11 +6,12 @@
 trains what studies still need, as ``research.compare`` does on a CPU: the same weights,
 windows and learning rates, so both may share a store. A replay draws the windows, sets
 the learning rate, runs forward and backward passes and takes the optimizer's step; the
-host only launches it.
+host only launches it. Of an optimizer that no graph can hold the gradients alone are
+one, and the host takes the step.
 
 A process trains some runs side by side, each on a stream of its own, and several
 processes may share the GPU and a store: a run is claimed by a line of a file beside it.
-On a CPU (--device cpu) it takes what no graph can hold too, by the plain loop.
+On a CPU (--device cpu) runs go by the plain loop.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import gc
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -71,23 +72,32 @@ def texts(setting: Setting) -> tuple[Tensor, Tensor]:
 
 @cache
 def places(setting: Setting, seed: int) -> tuple[Tensor, Tensor]:
-    """Return where the windows of ``research.compare.plain`` begin: of training (steps,
-    batch), and held out (held_out).
+    """Return where the windows of ``research.compare.plain`` begin: of training (steps
+    + 1, batch), one ahead for an exact correction, and held out (held_out).
     """
     train, _ = setting.texts()
     own = dict(rank=0, world=1, seq_len=setting.seq_len)
     own |= dict(vocab_size=setting.vocab_size, local_batch=setting.batch)
     batches = Batches(train, **own, seed=seed)
-    num = setting.steps * setting.batch
+    num = (setting.steps + 1) * setting.batch
     drawn = torch.tensor([batches.start_of(sample) for sample in range(num)])
     held_out = torch.arange(setting.held_out) * setting.seq_len
-    return drawn.view(setting.steps, setting.batch), held_out
+    return drawn.view(-1, setting.batch), held_out
+
+
+def can_capture(recipe: Mapping[str, Any]) -> bool:
+    """Return whether a step of a recipe is the same work every time, without the host:
+    SOAP refreshes its bases in some, an exact correction takes two gradients, and
+    torch's Muon reads its learning rate.
+    """
+    rule, correction = recipe["rule"], recipe.get("correction")
+    return "soap" not in rule and rule != TORCH_MUON and correction != "exact"
 
 
 class Captured:
     """A run whose step reads nothing from the host: windows, learning rates and the
-    number of the step are tensors on the device. On a GPU the optimizer is compiled,
-    the model only as the setting says: a study has many shapes.
+    number of the step are tensors on the device. On a GPU an optimizer that a graph can
+    hold is compiled, the model only as the setting says: a study has many shapes.
 
     Args:
         setting: how it is trained.
@@ -114,19 +124,23 @@ class Captured:
         setting, on = self._setting, dict(device=self._setting.device)
         self._train, self._held_out = texts(setting)
         self.model = setting.model(run.seed).to(**on)
-        own = dict(steps=setting.steps, compile=setting.device == "cuda")
+        self._is_whole = can_capture(run.recipe)
+        self._is_exact = run.recipe.get("correction") == "exact"
+        compile = self._is_whole and setting.device == "cuda"
+        own = dict(steps=setting.steps, compile=compile)
         self.optimizer = build(self.model, run.recipe, **own)
         self._loss = compiled() if setting.compile else mean_loss
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:  # the capture would freeze a number
-            group["lr"] = torch.full((), group["lr"], dtype=torch.float64, **on)
         every, warmup = range(1, setting.steps + 1), run.recipe.get("warmup")
-        shares = [setting.share_at(step, warmup) for step in every]
-        self._shares = torch.tensor(shares, dtype=torch.float64, **on)
+        self._shares = [setting.share_at(step, warmup) for step in every]
+        self._share_of_step = torch.tensor(self._shares, dtype=torch.float64, **on)
+        if self._is_whole:  # the capture would freeze a number
+            for group in self.optimizer.param_groups:
+                group["lr"] = torch.full((), group["lr"], dtype=torch.float64, **on)
         both = places(setting, run.seed)
         self._starts, self._spread = (place.to(**on) for place in both)
         self._at_once = math.gcd(setting.held_out, AT_ONCE // setting.seq_len)
-        self.losses = torch.zeros(setting.steps, **on)  # of every step's batch
+        self.losses = torch.zeros(setting.steps + 1, **on)  # of every step's batch
         self._at = torch.zeros(1, dtype=torch.long, **on)
         self._graph: torch.cuda.CUDAGraph | None = None
         self.count = 0
@@ -135,37 +149,69 @@ class Captured:
         """Take a step: all that a graph captures. Gradients are None before and after,
         so that the graph makes them in its own memory.
         """
-        setting, at = self._setting, self._at
-        share = self._shares.index_select(0, at)[0]
+        share = self._share_of_step.index_select(0, self._at)[0]
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"].copy_(share * peak)
+        self.gradient()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._at.add_(1)
+
+    def gradient(self) -> None:
+        """Add the gradient of the present step's batch to what is there."""
+        setting, at = self._setting, self._at
         begins = self._starts.index_select(0, at)[0].split(setting.per_pass)
         losses = []
         for part in begins:
             loss = self._loss_at(self._train, part) / len(begins)
             loss.backward()
             losses.append(loss.detach())
-        self.optimizer.step()
-        self.optimizer.zero_grad()
         self.losses.index_copy_(0, at, torch.stack(losses).sum()[None])
-        at.add_(1)
+
+    def step_by_host(self) -> None:
+        """Take a step of which a graph captures the gradients alone: a replay makes
+        them anew, in the same memory.
+        """
+        share = self._shares[self.count - 1]
+        for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * share
+        if self._is_exact:
+            self._at.add_(1)
+            self._launch(self.gradient)
+            self.optimizer.update_previous_grad()
+            self._at.sub_(1)
+        self._launch(self.gradient)
+        self.optimizer.step()
+        if self._is_exact:
+            self.optimizer.update_last_grad()
+        self._at.add_(1)
 
     def _loss_at(self, text: Tensor, begins: Tensor) -> Tensor:
         batch = windows(text, begins, self._setting.seq_len)
         return self._loss(self.model, *batch, self._setting.dtype == "bfloat16")
 
     def advance(self) -> None:
-        """Take the next step: eagerly on a CPU, and while a GPU warms up; then the
-        graph's replay.
-        """
+        """Take the next step."""
         self.count += 1
-        if self.stream is None or self.count <= WARM_UP:
-            self.step()
+        if self._is_whole:
+            self._launch(self.step)
+        else:
+            self.step_by_host()
+
+    def _launch(self, work: Callable[[], None]) -> None:
+        """Do the one work of this run's graph: eagerly on a CPU, and while a GPU warms
+        up; then the graph's replay.
+        """
+        is_eager = self.stream is None or self.count <= WARM_UP
+        if is_eager or self._graph is None:
+            self.optimizer.zero_grad()
+        if is_eager:
+            work()
             return
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, stream=self.stream):
-                self.step()  # recorded, not run
+                work()  # recorded, not run
         self._graph.replay()
 
     @torch.no_grad()
@@ -193,15 +239,6 @@ class Captured:
 # ---- runs of studies -----------------------------------------------------------------
 
 
-def can_capture(recipe: Mapping[str, Any]) -> bool:
-    """Return whether a step of a recipe is the same work every time, without the host:
-    SOAP refreshes its bases in some, an exact correction takes two gradients, and
-    torch's Muon reads its learning rate.
-    """
-    rule, correction = recipe["rule"], recipe.get("correction")
-    return "soap" not in rule and rule != TORCH_MUON and correction != "exact"
-
-
 class Wanted:
     """What studies still need, for several processes that share a store: each takes
     runs that no other has claimed.
@@ -225,7 +262,7 @@ class Wanted:
             name: replace(study, setting=replace(study.setting, device=device))
             for name, study in studies.items()
         }
-        self._titles, self._device = titles, device
+        self._titles = titles
         self._took: dict[str, float] = {}  # seconds of a run, by study
         self.is_over = False
         with self._alone():
@@ -261,12 +298,8 @@ class Wanted:
 
     def _runs(self, name: str, study: Study) -> list[Run]:
         losses = Store(self._path, name).losses
-        titles = [
-            title
-            for title in self._titles or study.methods
-            if title in study.methods
-            and (self._device == "cpu" or can_capture(study.methods[title].recipe))
-        ]
+        every = self._titles or study.methods
+        titles = [title for title in every if title in study.methods]
         found = {title: study.search(title, losses) for title in titles}
         ended = [title for title in titles if not found[title].wanted]
         searching = [title for title in titles if found[title].wanted]
