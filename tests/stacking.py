@@ -57,6 +57,17 @@ def run(optimizer, params, seeds) -> None:
             optimizer.step()
 
 
+def run_protocol(optimizer, params, seeds) -> None:
+    """Steps by exact MARS's protocol, which does nothing for other corrections."""
+    with traced():
+        for seed in seeds:
+            fill(params, 1000 + seed)
+            optimizer.update_previous_grad()
+            fill(params, seed)
+            optimizer.step()
+            optimizer.update_last_grad()
+
+
 def parameters(*shapes, seed: int = 0, dtype=torch.float32) -> list[torch.nn.Parameter]:
     """Parameters that are equal at every call."""
     g = torch.Generator().manual_seed(seed)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 import marsopt
 from marsopt import MARS, REGISTRY
-from tests.stacking import build, check_storages, fill, forced, same, traced
+from tests.stacking import build, check_storages, forced, run_protocol, same
 from train.runs.safe_dcp import load
 
 WHAT = {name: dict(mars_type=name) for name in REGISTRY} | {
@@ -49,15 +49,7 @@ def fresh(what, mode="eager", seed=0, **own):
 
 
 def train(pair, seeds):
-    """Steps by every correction's protocol, which does nothing for others."""
-    params, optimizer = list(pair[0].parameters()), pair[1]
-    with traced():
-        for seed in seeds:
-            fill(params, 1000 + seed)
-            optimizer.update_previous_grad()
-            fill(params, seed)
-            optimizer.step()
-            optimizer.update_last_grad()
+    run_protocol(pair[1], list(pair[0].parameters()), seeds)
 
 
 def check_same(one, two):
