@@ -635,18 +635,6 @@ def test_what_a_rule_is_named_for_is_not_switched_off(rule, name, plain):
             door()
 
 
-def test_options_of_the_whole_optimizer():
-    params = parameters((2, 2))
-    with pytest.raises(ValueError, match=r"got \['is_approx'\] in a param group"):
-        eager([{"params": params, "is_approx": False}])
-    with pytest.raises(ValueError, match=r"got state_dtype=torch\.int64"):
-        eager(params, state_dtype=torch.int64)
-    with pytest.raises(ValueError, match="got compile='yes'"):
-        MARS(params, compile="yes")
-    with pytest.raises(ValueError, match="got collectives=None"):
-        eager(params, collectives=None)
-
-
 def test_a_rule_with_new_debiased_moments_starts_with_its_steps():
     torch.manual_seed(0)
     p = torch.nn.Parameter(torch.zeros(8, 8))

@@ -130,6 +130,11 @@ def copy_entries(optimizer):
         optimizer.state[p] = copy.deepcopy(optimizer.state[p])
 
 
+def add_another(optimizer):
+    for p, entry in optimizer.state.items():
+        entry["mine"] = p.detach().clone()
+
+
 MOVES = (move_data, move_one, replace, swap, share, copy_entries)
 
 
@@ -377,7 +382,7 @@ def test_state_that_is_moved_compiles_nothing_again(monkeypatch, of_dynamo):
         fill(params, seed)
         optimizer.step()
     with torch.compiler.set_stance("fail_on_recompile"):
-        for move in (move_data, replace, swap):
+        for move in (move_data, replace, swap, add_another):
             move(optimizer)
             fill(params, 2)
             optimizer.step()
