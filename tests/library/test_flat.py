@@ -156,10 +156,8 @@ def test_exact_mode_takes_a_flat_reference():
 def test_a_whole_training_step_is_one_graph_on_a_flat_group():
     """Forward, backward and update, differentiated through the views."""
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)
-    )
-    rule = marsopt.mars(base_lr=LR, max_norm=1.0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    rule = marsopt.mars("lion", base_lr=LR, max_norm=1.0)
     x, y = torch.randn(16, 8), torch.randn(16, 8)
 
     def loss(flat):
@@ -170,7 +168,7 @@ def test_a_whole_training_step_is_one_graph_on_a_flat_group():
 
     flat = FlatGroup.pack({n: p.detach() for n, p in model.named_parameters()})
     state = rule.init(flat)
-    once = torch.compile(step, fullgraph=True, backend="aot_eager")
+    once = torch.compile(step, fullgraph=True, backend="eager")
     lr = torch.tensor(LR)
     a, b = step(flat, state, lr), once(flat, state, lr)
     assert isinstance(b[0], FlatGroup)

@@ -17,7 +17,6 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import lr_scheduler
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -133,78 +132,6 @@ def test_state_of_others_is_copied_with_the_optimizer(made):
         (first, *_) = theirs = twin.param_groups[0]["params"]
         run(twin, theirs, [1])
         assert torch.equal(twin.state[first]["z"], torch.full((2,), 5.0))
-
-
-class Lookahead(torch.optim.Optimizer):
-    """As timm writes it: slow weights lie in the base optimizer's state."""
-
-    def __init__(self, base, alpha=0.5, k=2):
-        defaults = dict(lookahead_alpha=alpha, lookahead_k=k, lookahead_step=0)
-        self._base = base
-        self.param_groups, self.defaults = base.param_groups, base.defaults
-        self.defaults.update(defaults)
-        self.state = defaultdict(dict)
-        for group in self.param_groups:
-            for name, value in defaults.items():
-                group.setdefault(name, value)
-
-    @torch.no_grad()
-    def update_slow(self, group):
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            state = self._base.state[p]
-            if "lookahead_slow_buff" not in state:
-                state["lookahead_slow_buff"] = torch.empty_like(p)
-                state["lookahead_slow_buff"].copy_(p)
-            slow = state["lookahead_slow_buff"]
-            slow.add_(p - slow, alpha=group["lookahead_alpha"])
-            p.copy_(slow)
-
-    def sync(self):
-        for group in self._base.param_groups:
-            self.update_slow(group)
-
-    def step(self, closure=None):
-        loss = self._base.step(closure)
-        for group in self._base.param_groups:
-            group["lookahead_step"] += 1
-            if group["lookahead_step"] % group["lookahead_k"] == 0:
-                self.update_slow(group)
-        return loss
-
-    def state_dict(self):
-        return self._base.state_dict()
-
-    def load_state_dict(self, state_dict):
-        self._base.load_state_dict(state_dict)
-        self.param_groups = self._base.param_groups
-
-
-def by_hand(params, steps, alpha=0.5, k=2):
-    """Lookahead with slow weights of its own, from the parameters as they start."""
-    optimizer = build(params, "eager", lr=LR)
-    slow = copies(params)
-    for t in range(steps):
-        run(optimizer, params, [t])
-        if (t + 1) % k == 0:
-            for p, s in zip(params, slow, strict=True):
-                s.add_(p.detach() - s, alpha=alpha)
-                p.data.copy_(s)
-    return params
-
-
-def test_lookahead_is_lookahead(made):
-    optimizer, params = made
-    wrapped = Lookahead(optimizer)
-    fill(params, 0)
-    wrapped.sync()
-    run(wrapped, params, range(6))
-    want = by_hand(parameters(), 6)
-    equal(params, want, 1e-6)
-    without = parameters()
-    run(build(without, "eager", lr=LR), without, range(6))
-    assert not torch.allclose(params[0], without[0])
 
 
 class ScheduleFree:
@@ -722,24 +649,6 @@ def test_the_batch_size_of_the_authors_loop_is_taken_and_ignored(made):
 
 
 # ---- beside torch's own tools ------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["mean", "ema"])
-def test_an_averaged_model_averages(how, mode):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = build(model.parameters(), mode, lr=LR)
-    average = {} if how == "mean" else {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}
-    averaged = AveragedModel(model, **average)
-    params, seen = list(model.parameters()), []
-    for seed in range(3):
-        run(optimizer, params, [seed])
-        averaged.update_parameters(model)
-        seen.append(copies(params))
-    for mine, *values in zip(averaged.module.parameters(), *seen, strict=True):
-        a, b, c = values
-        want = (a + b + c) / 3 if how == "mean" else a / 4 + b / 4 + c / 2
-        torch.testing.assert_close(mine.detach(), want, rtol=0, atol=1e-6)
 
 
 def test_a_grad_scaler_changes_nothing_but_the_scale(mode):
