@@ -633,17 +633,3 @@ def test_what_a_rule_is_named_for_is_not_switched_off(rule, name, plain):
     ):
         with pytest.raises(ValueError, match=f"got {name}=False .*mars_type='{plain}'"):
             door()
-
-
-def test_a_rule_with_new_debiased_moments_starts_with_its_steps():
-    torch.manual_seed(0)
-    p = torch.nn.Parameter(torch.zeros(8, 8))
-    optimizer = MARS([p], mars_type="lion", lr=1e-2, compile=False)
-    for step in range(22):
-        if step == 20:
-            optimizer.param_groups[0]["mars_type"] = "adamw"
-        before = p.detach().clone()
-        p.grad = torch.randn(8, 8)
-        optimizer.step()
-    assert (p - before).abs().max() < 0.05  # it was more than one
-    assert float(optimizer.state[p]["step"]) == 2

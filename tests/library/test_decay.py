@@ -10,7 +10,7 @@ import marsopt
 from marsopt import MARS, REGISTRY
 from marsopt.rules.decay import at, complement, product
 from tests import stacking
-from tests.stacking import fill, traced
+from tests.stacking import fill
 
 PAIRS = [(d, b) for d in (10.0, 2.5, 0.001, 1e4) for b in (0.9, 0.999, 0.0, 0.5)]
 CASES = "adamw", "moonlight", "normuon", "soap", "mars-adamw", "mars-m"
@@ -181,32 +181,6 @@ def test_two_hundred_steps_compile_once_and_equal_eager(mars_type):
                     optimizer.step()
         if t == 11:
             torch.testing.assert_close(plain, fast, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("mars_type", ["adamw", "moonlight", "normuon", "soap"])
-@pytest.mark.parametrize("grows", [True, False])
-def test_groups_of_one_structure_equal_optimizers_of_their_own(mars_type, grows):
-    g = torch.Generator().manual_seed(0)
-    values = [torch.randn(4, 4, generator=g, dtype=torch.float64) for _ in range(6)]
-    together, apart = ([torch.nn.Parameter(x.clone()) for x in values] for _ in "12")
-    groups = [
-        dict(params=[p], betas=(1 - 1 / d, 1 - 0.9 / d), eps=d * 1e-4, lr=0.1 / d)
-        | dict(log_time=d if grows else None, nesterov=d / 40)
-        for p, d in zip(together, (3.0, 10.0, 30.0, 4.0, 5.0, 6.0), strict=True)
-    ]
-    more = dict(compile=True, ns_dtype=torch.float64)
-    one = optimizer_of(groups, mars_type, **more)
-    several = [
-        optimizer_of([{**group, "params": [p]}], mars_type, **more | {"compile": False})
-        for p, group in zip(apart, groups, strict=True)
-    ]
-    for t in range(5):
-        fill(together, t)
-        fill(apart, t)
-        with traced():
-            for optimizer in (one, *several):
-                optimizer.step()
-    torch.testing.assert_close(together, apart, rtol=1e-12, atol=1e-14)
 
 
 def test_it_changes_between_steps_like_a_number():

@@ -71,23 +71,6 @@ def test_every_tensor_has_memory_of_its_own_and_stays(mars_type, mode):
     check_storages([*params, *now])
 
 
-@pytest.mark.parametrize("how", ["view", "shared", "slice"])
-def test_whoever_looks_into_a_parameter_sees_steps(how, mode):
-    params, twin = parameters(*SHAPES), parameters(*SHAPES)
-    if how == "slice":
-        other = torch.cat([params[2].data, torch.zeros(1, 4)])
-        params[2].data = other[:5]
-    else:
-        other = params[2].data.share_memory_() if how == "shared" else params[2].data
-    for optimizer, own in (
-        (build(params, mode, lr=LR), params),
-        (build(twin, "eager", lr=LR), twin),
-    ):
-        run(optimizer, own, range(3))
-    equal(params, twin, 1e-6)
-    assert torch.equal(other[:5], params[2].detach())
-
-
 def test_a_graph_of_before_the_step_notices_it(mode):
     params = parameters(*SHAPES)
     optimizer = build(params, mode, lr=LR)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 import marsopt
-from marsopt import MARS, REGISTRY
+from marsopt import REGISTRY
 from tests.stacking import build, check_storages, forced, run_protocol, same
 from train.runs.safe_dcp import load
 
@@ -210,11 +210,3 @@ def test_functional_state_is_saved(make, flat, tmp_path):
     again = {"params": tree_map(torch.clone, first), "state": rule.init(first)}
     dcp.load({"leaves": tree_leaves(again)}, checkpoint_id=parts, no_dist=True)
     assert equal_trees(again, both)
-
-
-def test_the_classes_are_written_by_name_alone():
-    """What a file of groups names is torch's: it loads where marsopt is not."""
-    optimizer = MARS(nn.Linear(2, 2).parameters(), log_time=3.0)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    assert b"marsopt" not in file.getvalue()

@@ -167,23 +167,26 @@ def test_zeros_leave_decay_alone_at_work(mars_type, mode):
 
 @every_type
 def test_groups_are_optimizers_of_their_own(mars_type, mode):
-    rates = (0.01, 0.05, 0.002, 0.03)
+    """Whatever their numbers are, and whether their decays grow."""
     kw = dict(mars_type=mars_type, ns_dtype=torch.float64, weight_decay=0.1)
     # square, since rounding decides the eigenvectors of a factor without full rank
     shapes = (4, 4), (4,), (4, 4), (4,)
     params, others = (parameters(*shapes, dtype=torch.float64) for _ in range(2))
-    groups = [{"params": [p], "lr": lr} for p, lr in zip(params, rates, strict=True)]
+    own = [
+        dict(lr=0.1 / d, betas=(1 - 1 / d, 1 - 0.9 / d), log_time=log_time)
+        for d, log_time in ((3.0, None), (10.0, 4.0), (30.0, 30.0), (4.0, None))
+    ]
+    groups = [{"params": [p], **o} for p, o in zip(params, own, strict=True)]
     together = build(groups, mode, **kw)
     apart = [
-        build([{"params": [p], "lr": lr}], "eager", **kw)
-        for p, lr in zip(others, rates, strict=True)
+        build([{"params": [p], **o}], "eager", **kw)
+        for p, o in zip(others, own, strict=True)
     ]
-    with traced():
+    run(together, params, range(3))
+    for optimizer in apart:
         for seed in range(3):
-            fill(params, seed)
             fill(others, seed)
-            for optimizer in (together, *apart):
-                optimizer.step()
+            optimizer.step()
     equal(params, others, 1e-6)
 
 
@@ -195,16 +198,6 @@ def test_a_tensor_as_lr_is_a_number(mars_type, mode):
     run(one, a, range(3))
     run(two, b, range(3))
     equal(a, b, 1e-6)
-
-
-def test_a_group_with_a_zero_tensor_as_lr_stays(mode):
-    still, moving = parameters(*SHAPES, seed=1), parameters(*SHAPES)
-    groups = [{"params": still, "lr": torch.tensor(0.0)}, {"params": moving}]
-    optimizer = build(groups, mode, lr=LR, weight_decay=0.1)
-    before = copies(still), copies(moving)
-    run(optimizer, still + moving, range(3))
-    equal(still, before[0])
-    assert not any(map(torch.equal, moving, before[1]))
 
 
 def test_a_schedule_fills_a_tensor_lr_in_place(mode):
@@ -245,16 +238,6 @@ def test_defaults_are_those_of_the_constructor_and_fill_new_groups(made):
     optimizer.defaults["weight_decay"] = 0.25
     optimizer.add_param_group({"params": parameters((2, 2))})
     assert optimizer.param_groups[-1]["weight_decay"] == 0.25
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_clears_gradients(set_to_none, made):
-    optimizer, params = made
-    held = [p.grad for p in params]
-    optimizer.zero_grad(set_to_none=set_to_none)
-    for p, g in zip(params, held, strict=True):
-        assert (p.grad is None) == set_to_none
-        assert set_to_none or (p.grad is g and not g.any())
 
 
 @every_type
@@ -362,19 +345,6 @@ def test_a_closure_has_gradients_and_its_loss_is_returned(mode):
     assert loss.requires_grad
 
 
-# torch 2.11, of every profile without acc_events
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
-def test_a_profiler_names_the_step(made):
-    optimizer, params = made
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU]
-    ) as trace:
-        run(optimizer, params, [2])
-        optimizer.zero_grad()
-    names = {event.key for event in trace.key_averages()}
-    assert {"Optimizer.step#MARS.step", "Optimizer.zero_grad#MARS.zero_grad"} <= names
-
-
 # ---- state -------------------------------------------------------------------------
 
 
@@ -395,13 +365,6 @@ def test_state_is_there_and_keyed_by_parameters(mars_type, mode):
             shapes = {"step": (), "row_exp_avg_sq": p.shape[:1]}
             assert value.shape == shapes.get(key, p.shape)
         assert float(entry["step"]) == 2
-
-
-def test_groups_that_are_repeated_look_alike_in_a_state_dict(made):
-    optimizer, _ = made
-    one = optimizer.state_dict()["param_groups"]
-    optimizer.param_groups.extend(optimizer.param_groups)
-    assert optimizer.state_dict()["param_groups"] == 2 * one
 
 
 def test_hooks_before_a_state_dict_are_seen_in_it(made):
