@@ -18,7 +18,7 @@ from tests.stacking import equal, fill, forced
 
 SHAPE = (7, 5)
 NUM = 3
-MARS = partial(marsopt.MARS, mars_type="lion")  # the shortest formula
+MARS = partial(marsopt.MARS, mars_type="adamw")  # a short formula
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def num_compiled(call):
     return counters["stats"]["unique_graphs"] - before
 
 
-LAYER = ((4,), (12, 4), (4, 4), (16, 4))
+LAYER = ((4,), (12, 4))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_graphs_do_not_grow_with_depth(mars_type, mode, monkeypatch):
     forced(monkeypatch, mode)
     own = dict(ns_steps=1) if mars_type == "muon" else {}
     found = []
-    for num_layers in (2, 5):
+    for num_layers in (2, 4):
         params = stacking.parameters((9, 4), (6, 4), *num_layers * LAYER)
         optimizer = MARS(params, mars_type=mars_type, compile=True, **own)
         torch.compiler.reset()

@@ -180,16 +180,6 @@ def test_groups_have_what_their_rule_has():
     assert "nesterov" not in MARS(groups).param_groups[1]
 
 
-def test_the_number_is_saved_and_loaded():
-    (p,), (q,) = parameters((4, 6)), parameters((4, 6))
-    saved = MARS([p], mars_type="power", alpha=0.75).state_dict()
-    assert saved["param_groups"][0]["alpha"] == 0.75
-    other = MARS([q], mars_type="power")
-    del saved["param_groups"][0]["betas"]
-    other.load_state_dict(saved)
-    assert other.param_groups[0]["alpha"] == 0.75
-
-
 @pytest.mark.parametrize(
     "door",
     [
@@ -314,21 +304,6 @@ def test_the_functional_doors_know_a_new_correction():
         assert (type(found), found.rho, found.is_signed) == (Damped, 0.25, True)
     with pytest.raises(ValueError, match="got rho=0.25"):
         marsopt.rule("mars-lion", rho=0.25)
-
-
-def test_the_scale_of_the_rate_may_be_given_and_changed():
-    """Muon with Moonlight's scale is Moonlight, from the step on that says so."""
-    (p,), (q,) = parameters((12, 4)), parameters((12, 4))
-    common = dict(lr=LR, weight_decay=0.1, compile=False, ns_dtype=torch.float32)
-    muon = MARS([p], mars_type="muon", adjust_lr_fn="match_rms_adamw", **common)
-    assert muon.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
-    moonlight = MARS([q], mars_type="moonlight", **common)
-    for t, scale in enumerate(["match_rms_adamw", "original"]):
-        for optimizer, x in ((muon, p), (moonlight, q)):
-            optimizer.param_groups[0]["adjust_lr_fn"] = scale
-            x.grad = gradient(x, t)
-            optimizer.step()
-        torch.testing.assert_close(p, q, rtol=0, atol=0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
