@@ -83,11 +83,13 @@ def test_signature_and_defaults_are_the_authors():
 
 @pytest.mark.parametrize("mars_type", REGISTRY)
 def test_the_class_is_the_rule(mars_type, both_layouts):
-    """Four steps of MARS are four steps of mars(...), with a schedule."""
-    params = parameters(*SHAPES)
+    """Four steps of MARS are four steps of mars(...), with a schedule; of matrices of
+    one shape, too, which are one batch on a GPU.
+    """
+    params = parameters(*SHAPES, (6, 4), (6, 4))
     x = copies(params)
     kw = dict(mars_type=mars_type, weight_decay=0.1, max_norm=0.5)
-    kw |= dict(ns_dtype=torch.float32)
+    kw |= dict(ns_dtype=torch.float32) | steady(mars_type)
     optimizer, rule = eager(params, lr=LR, **kw), marsopt.mars(base_lr=LR, **kw)
     state = rule.init(x)
     for t in range(4):
@@ -229,7 +231,7 @@ def in_the_same_storage(p, g, t):
 
 
 def strided(p, g, t):
-    p.grad = g.mT.contiguous().mT if p.ndim > 1 else g[:1].expand(4).lerp(g, 1.0)
+    p.grad = g.mT.contiguous().mT if p.ndim > 1 else torch.stack([g, g], 1)[:, 0]
 
 
 def transposed(p, g, t):
