@@ -163,24 +163,21 @@ def test_weights_of_zero_and_one(mars_type):
     torch.testing.assert_close(run(nesterov=1.0, nesterov_1d=1.0), bare)
 
 
-@pytest.mark.parametrize("mars_type", ["adamw", "moonlight"])
-def test_two_hundred_steps_compile_once_and_equal_eager(mars_type):
+def test_forty_steps_compile_once_and_equal_eager():
+    """Of Moonlight and, of vectors, AdamW."""
     plain, fast = parameters(), parameters()
     slow, quick = (
-        optimizer_of(params, mars_type, compile=compile, ns_dtype=torch.float64)
+        optimizer_of(params, "moonlight", compile=compile, ns_dtype=torch.float64)
         for params, compile in ((plain, False), (fast, True))
     )
-    for t in range(200):
+    for t in range(40):
         for optimizer, params in ((slow, plain), (quick, fast)):
-            fill(params, t % 7)
+            fill(params, t)
             for group in optimizer.param_groups:
-                group["log_time"] = 3 + t / 50
-            stance = "fail_on_recompile" if t else "default"
-            if t < 12 or optimizer is quick:
-                with torch.compiler.set_stance(stance):
-                    optimizer.step()
-        if t == 11:
-            torch.testing.assert_close(plain, fast, rtol=1e-9, atol=1e-12)
+                group["log_time"] = 3 + t / 10
+            with torch.compiler.set_stance("fail_on_recompile" if t else "default"):
+                optimizer.step()
+    torch.testing.assert_close(plain, fast, rtol=1e-9, atol=1e-12)
 
 
 def test_it_changes_between_steps_like_a_number():

@@ -157,7 +157,7 @@ def test_a_whole_training_step_is_one_graph_on_a_flat_group():
     """Forward, backward and update, differentiated through the views."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    rule = marsopt.mars("lion", base_lr=LR, max_norm=1.0)
+    rule = marsopt.mars(mars_type="lion", base_lr=LR, max_norm=1.0)
     x, y = torch.randn(16, 8), torch.randn(16, 8)
 
     def loss(flat):
