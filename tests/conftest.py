@@ -14,12 +14,13 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import gc
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 
 from marsopt.optim.compiled import graph_of
-from tests.stacking import as_on_a_gpu
+from tests.stacking import as_on_a_gpu, forced
 
 # what starts processes
 STARTS = {"forked", "spawn", "subprocess"}
@@ -56,3 +57,17 @@ def both_layouts(request, monkeypatch):
     """Run a test with the class's layout of a CPU, and with that of a GPU."""
     if request.param == "as-on-a-gpu":
         as_on_a_gpu(monkeypatch)
+
+
+@pytest.fixture(params=["eager", "stacks"])
+def mode(request, monkeypatch):
+    """Run a test with eager steps, and with compiled ones (``tests.stacking``)."""
+    return forced(monkeypatch, request.param)
+
+
+@pytest.fixture
+def of_dynamo(monkeypatch):
+    """Graphs as dynamo makes them, without what inductor makes of them: that takes
+    longer, and has to fit the tensors, of which other tests are.
+    """
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))

@@ -57,6 +57,23 @@ def run(optimizer, params, seeds) -> None:
             optimizer.step()
 
 
+def run_protocol(optimizer, params, seeds) -> None:
+    """Steps by exact MARS's protocol, which does nothing for other corrections."""
+    with traced():
+        for seed in seeds:
+            fill(params, 1000 + seed)
+            optimizer.update_previous_grad()
+            fill(params, seed)
+            optimizer.step()
+            optimizer.update_last_grad()
+
+
+def parameters(*shapes, seed: int = 0, dtype=torch.float32) -> list[torch.nn.Parameter]:
+    """Parameters that are equal at every call."""
+    g = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(s, generator=g).to(dtype)) for s in shapes]
+
+
 def copies(params) -> list[torch.Tensor]:
     return [p.detach().clone() for p in params]
 
@@ -76,3 +93,20 @@ def in_one_buffer(tensors) -> list[torch.nn.Parameter]:
 def equal(a, b, atol: float = 0.0) -> None:
     for x, y in zip(a, b, strict=True):
         torch.testing.assert_close(x.detach(), y.detach(), rtol=0, atol=atol)
+
+
+def same(a: dict, b: dict) -> None:
+    """State dicts, bit for bit."""
+    torch.testing.assert_close(a["state"], b["state"], rtol=0, atol=0)
+    assert a["param_groups"] == b["param_groups"]
+
+
+def check_storages(tensors) -> None:
+    """Tools that save, share and copy look at storages: each tensor has one of its own,
+    that starts at its data and has its size.
+    """
+    for tensor in tensors:
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert tensor.untyped_storage().data_ptr() == tensor.data_ptr()
+    filled = [t.data_ptr() for t in tensors if t.numel()]
+    assert len(set(filled)) == len(filled)

@@ -94,80 +94,64 @@ def test_state_holds_what_the_rule_needs_and_no_more(row):
 
 
 @rows
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_dtypes_and_structure_are_stable(row, dtype):
-    rule, x = row.rule(), tensors(row.names, 0, dtype=dtype)
+@pytest.mark.parametrize(
+    ("dtype", "own"),
+    [
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.float64, None),
+        (torch.bfloat16, torch.float32),
+    ],
+)
+def test_dtypes_and_structure_are_stable(row, dtype, own):
+    """State has the dtype of the parameters, or one of its own."""
+    rule, x = row.rule(state_dtype=own), tensors(row.names, 0, dtype=dtype)
     before = rule.init(x)
     g = tensors(row.names, 1, dtype=dtype)
     new, after = rule.step(x, g, before, lr=LR)
     assert all(new[n].dtype == dtype and new[n].shape == x[n].shape for n in x)
     assert type(after) is type(before)
     for name, tree in buffers(before).items():
-        assert {n: (b.shape, b.dtype) for n, b in tree.items()} == {
-            n: (b.shape, b.dtype) for n, b in buffers(after)[name].items()
-        }
+        kinds = {n: (b.shape, b.dtype) for n, b in tree.items()}
+        found = buffers(after)[name].items()
+        assert kinds == {n: (b.shape, b.dtype) for n, b in found}
+        assert own is None or {kind for _, kind in kinds.values()} == {own}
     assert float(after.t) == 1
-
-
-@rows
-def test_half_parameters_may_have_float32_state(row):
-    rule = row.rule(state_dtype=torch.float32)
-    x = tensors(row.names, 0, dtype=torch.bfloat16)
-    state = rule.init(x)
-    g = tensors(row.names, 1, dtype=torch.bfloat16)
-    new, state = rule.step(x, g, state, lr=LR)
-    own = [b for tree in buffers(state).values() for b in tree.values()]
-    assert {b.dtype for b in own} == {torch.float32}
-    assert {p.dtype for p in new.values()} == {torch.bfloat16}
-
-
-@rows
-def test_containers_are_alike(row):
-    rule, x, g = row.rule(), tensors(row.names, 0), tensors(row.names, 1)
-    as_dict, _ = rule.step(x, g, rule.init(x), lr=LR)
-    for kind in (list, tuple):
-        xs, gs = kind(x.values()), kind(g.values())
-        new, state = rule.step(xs, gs, rule.init(xs), lr=LR)
-        assert type(new) is kind
-        assert all(
-            torch.equal(a, b) for a, b in zip(new, as_dict.values(), strict=True)
-        )
 
 
 FEW = ("wide", "bias")  # what compiling takes grows with their number
 P = namedtuple("P", FEW)  # noqa: PYI024  (of tensors by any name)
 
 
-@pytest.mark.parametrize("like", ["OrderedDict", "defaultdict", "namedtuple"])
-@pytest.mark.parametrize(
-    "make", [marsopt.mars, partial(marsopt.rule, "mars-adamw")], ids=["two", "one"]
-)
-def test_containers_come_back_as_themselves(make, like):
-    rule = make()
-    is_one = make is not marsopt.mars
+CONTAINERS = {
+    "list": lambda tree: list(tree.values()),
+    "tuple": lambda tree: tuple(tree.values()),
+    "OrderedDict": OrderedDict,
+    "defaultdict": partial(defaultdict, torch.Tensor),
+    "namedtuple": lambda tree: P(**tree),
+}
+
+
+@pytest.mark.parametrize("like", CONTAINERS)
+@pytest.mark.parametrize("routed", [True, False])
+def test_containers_come_back_as_themselves(routed, like):
+    rule = marsopt.mars() if routed else marsopt.rule("lion")
     x, g = tensors(FEW, 0), tensors(FEW, 1)
     want, _ = rule.step(x, g, rule.init(x), lr=LR)
-    kind = {
-        "OrderedDict": OrderedDict,
-        "defaultdict": partial(defaultdict, torch.Tensor),
-        "namedtuple": lambda tree: P(**tree),
-    }[like]
-    xs, gs = kind(x), kind(g)
+    xs, gs = CONTAINERS[like](x), CONTAINERS[like](g)
     steps = [rule.step]
-    if is_one:
+    if not routed and like in ("defaultdict", "namedtuple"):
         steps.append(torch.compile(rule.step, backend="eager", fullgraph=True))
     for step in steps:
         state = rule.init(xs)
         new, state = step(xs, gs, state, lr=LR)
         assert type(new) is type(xs)
-        if like == "namedtuple":
-            new = new._asdict()
-        elif like == "defaultdict":
-            assert new.default_factory is torch.Tensor
-        assert list(new) == list(want)
-        assert all(torch.equal(new[n], want[n]) for n in want)
-    if is_one:
-        assert type(state.m) is type(xs)
+        assert routed or type(state.m) is type(xs)
+        assert like != "defaultdict" or new.default_factory is torch.Tensor
+        new = new._asdict() if like == "namedtuple" else new
+        assert list(new) == list(want) or like in ("list", "tuple")
+        found = new.values() if isinstance(new, dict) else new
+        assert all(map(torch.equal, found, want.values()))
 
 
 @pytest.mark.parametrize("wrap", [UserDict, UserList, MappingProxyType])
@@ -258,21 +242,6 @@ def test_one_leaf_is_as_many_leaves(row):
         one = rule.init([x[n]])
         alone, _ = rule.step([x[n]], [g[n]], one, lr=LR)
         torch.testing.assert_close(alone[0], together[n], rtol=0, atol=1e-6)
-
-
-@rows
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_step_that_is_not_finite_changes_nothing(row, bad):
-    rule, x = row.rule(), tensors(row.names, 0)
-    g = tensors(row.names, 1)
-    x1, s1 = rule.step(x, g, rule.init(x), lr=LR)
-    g = tensors(row.names, 2)
-    g[row.names[0]][0, 0] = bad
-    x2, s2 = rule.step(x1, g, s1, lr=LR)
-    assert all(torch.equal(x2[n], x1[n]) for n in x1)
-    for name, tree in buffers(s1).items():
-        assert all(torch.equal(b, buffers(s2)[name][n]) for n, b in tree.items())
-    assert (float(s2.t), float(s2.skipped)) == (1, 1)
 
 
 class Run:
@@ -435,27 +404,6 @@ def test_float16_parameters_have_float32_state(row, door):
     assert sum(v.dtype == torch.float16 for v in found) == len(row.names)
 
 
-@pytest.mark.parametrize("door", ["function", "class"])
-@pytest.mark.parametrize("size", [3e-5, 7e-4])
-def test_float16_parameters_move_as_far_as_float32(door, size):
-    moved = []
-    for dtype in (torch.float16, torch.float32):
-        x, g = torch.ones(5, dtype=dtype), torch.full((5,), size, dtype=dtype)
-        if door == "class":
-            x = torch.nn.Parameter(x)
-            optimizer = marsopt.MARS([x], 2e-3, mars_type="nadamw", compile=False)
-            for _ in range(50):
-                x.grad = g
-                optimizer.step()
-        else:
-            rule = marsopt.rule("nadamw")
-            state = rule.init([x])
-            for _ in range(50):
-                (x,), state = rule.step([x], [g], state, lr=2e-3)
-        moved.append(1 - float(x.detach()[0]))
-    assert moved[0] == pytest.approx(moved[1], rel=0.05)
-
-
 def test_state_that_was_saved_in_float16_goes_on_in_float32():
     """By both doors; SOAP's, which its owners keep, too."""
     for mars_type in ("mars-adamw", "soap"):
@@ -513,12 +461,11 @@ def test_no_host_sync(row):
 # Inductor makes code, which takes seconds, of one elementwise and one matrix rule (of
 # every page in test_optimizer.py, by the class).
 GENERATED = ("mars_adamw-amsgrad", "mars_normuon")
-# dynamo traces the other pages once, and options that a correction reads; rules with
-# stages have a graph for each
+# dynamo traces options that no other compiled test has; rules with stages have a graph
+# for each
 TRACED = (
     *GENERATED,
-    *("mars_lion", "mars_m", "mars_shampoo", "adamw-nesterov", "soap_muon"),
-    *("muon-cautious", "mars_adamw-noclip", "mars_adamw-cautious"),
+    *("mars_adamw-noclip", "adamw-nesterov", "muon-cautious", "soap_muon"),
 )
 
 
@@ -538,7 +485,7 @@ def test_compiles_once_and_equals_eager(name):
     fast = torch.compile(step, backend=backend, fullgraph=True)
     a, b = ((x, rule.init(x)) for _ in range(2))
     stages = []
-    for t in range(5 if row.num_factors else 4):
+    for t in range(5 if row.num_factors else 3):
         lr = torch.tensor(LR / (1 + t), dtype=torch.float64)
         gamma = torch.tensor(0.01 * t, dtype=torch.float64) if row.has_gamma else None
         g = tensors(names, 1 + t)
@@ -555,9 +502,7 @@ def test_compiles_once_and_equals_eager(name):
 def test_a_whole_train_step_is_one_graph():
     """torch.func.grad, model and rule under one torch.compile(fullgraph=True)."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)
-    )
+    model = torch.nn.Linear(8, 4)
     rule = marsopt.mars(
         mars_type="mars-shampoo", base_lr=0.02, ns_dtype=torch.float64, max_norm=1.0
     )
@@ -619,21 +564,6 @@ def test_the_global_clip_spans_both_sides_of_the_routing():
 
 BAD = {
     "negative lr": (lambda x: step(marsopt.rule("adamw"), x, lr=-1.0), "got lr=-1.0"),
-    "beta of 1": (
-        lambda x: marsopt.rule("mars-adamw", betas=(1.0, 0.99)),
-        r"got betas\[0\]=1.0",
-    ),
-    "one beta": (lambda x: marsopt.rule("mars-adamw", betas=(0.9,)), "expected a pair"),
-    "negative decay": (
-        lambda x: marsopt.rule("lion", weight_decay=-0.1),
-        "got weight_decay=-0.1",
-    ),
-    "clip of 0": (lambda x: marsopt.rule("mars-m", clip=0.0), "got clip=0.0"),
-    "gamma of nan": (
-        lambda x: marsopt.rule("mars-lion", gamma=float("nan")),
-        "got gamma=nan",
-    ),
-    "unknown type": (lambda x: marsopt.mars(mars_type="mars"), "got mars_type='mars'"),
     "1-D to a matrix rule": (
         lambda x: marsopt.rule("muon").init(x),
         r"got params\['bias'\] of shape \(7,\), expected a matrix",
@@ -682,10 +612,6 @@ BAD = {
     "reference for one buffer": (
         lambda x: step(marsopt.rule("mars-lion", clip=None), x, reference=x),
         "got a reference",
-    ),
-    "unknown coefficients": (
-        lambda x: marsopt.NewtonSchulz(coefficients="cubic"),
-        "got ns_coefficients='cubic'",
     ),
     "optimize_1d of a baseline": (
         lambda x: marsopt.mars(mars_type="muon", optimize_1d=True),

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
-import os
 import pickle
-import subprocess
-import sys
 import weakref
 from collections import defaultdict
 from functools import partial
@@ -18,15 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import lr_scheduler
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from marsopt import MARS
 from marsopt.functional.routing import all_hyperparameters
+from marsopt.optim.compiled import announce
+from tests import stacking
 from tests.processes import spawn
 from tests.stacking import build, copies, equal, fill, forced, run, traced
 
@@ -36,13 +33,7 @@ LR = 0.01
 
 
 def parameters(*shapes, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(s, generator=g)) for s in shapes or SHAPES]
-
-
-@pytest.fixture(params=["eager", "stacks"])
-def mode(request, monkeypatch):
-    return forced(monkeypatch, request.param)
+    return stacking.parameters(*shapes or SHAPES, seed=seed)
 
 
 @pytest.fixture
@@ -56,33 +47,23 @@ def made(mode):
 
 
 def test_state_of_others_stays_the_same_object(made):
+    """... is replaced and removed at will, and the numbers do not mind."""
     optimizer, params = made
+    twin = parameters()
     mine = {p: (torch.full_like(p, 7.0), {"n": 3}) for p in params}
     for p, (tensor, note) in mine.items():
-        optimizer.state[p]["slow_buffer"] = tensor
-        optimizer.state[p]["z"] = note
+        optimizer.state[p] |= {"slow_buffer": tensor, "z": note}
     run(optimizer, params, range(3))
     for p, (tensor, note) in mine.items():
         assert optimizer.state[p]["slow_buffer"] is tensor
         assert optimizer.state[p]["z"] is note
         assert (tensor == 7.0).all()
-
-
-def test_state_of_others_that_is_set_after_steps_stays(made):
-    """... replaced and removed at will, and the numbers do not mind."""
-    optimizer, params = made
-    twin = parameters()
-    alone = build(twin, "eager", lr=LR)
-    run(alone, twin, range(4))
-    run(optimizer, params, [0])
-    for t in range(1, 4):
-        for p in params:
-            optimizer.state[p]["z"] = p.detach().clone()
-        run(optimizer, params, [t])
-        assert all("z" in optimizer.state[p] for p in params)
-    for p in params:
-        del optimizer.state[p]["z"]
+        optimizer.state[p]["z"] = p.detach().clone()
+        del optimizer.state[p]["slow_buffer"]
+    run(optimizer, params, [3])
+    run(build(twin, "eager", lr=LR), twin, range(4))
     equal(params, twin, 1e-6)
+    assert all("z" in optimizer.state[p] for p in params)
     assert all(float(optimizer.state[p]["step"]) == 4 for p in params)
 
 
@@ -143,134 +124,6 @@ def test_state_of_others_is_copied_with_the_optimizer(made):
         assert torch.equal(twin.state[first]["z"], torch.full((2,), 5.0))
 
 
-def count_with(counter, monkeypatch):
-    """Compile with ``counter``, which takes no options of inductor."""
-
-    def backend(graph, inputs, **options):
-        return counter(graph, inputs)
-
-    real = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda f, **own: real(f, **{**own, "backend": backend})
-    )
-
-
-def test_state_of_others_compiles_nothing_anew(monkeypatch):
-    forced(monkeypatch, "stacks")
-    counter = CompileCounter()
-    count_with(counter, monkeypatch)
-    params = parameters()
-    optimizer = MARS(params, lr=LR, compile=True)
-    for seed in range(5):
-        fill(params, seed)
-        optimizer.step()
-        if seed == 0:
-            compiled = counter.frame_count
-            assert compiled
-        for p in params:
-            optimizer.state[p]["z"] = p.detach().clone()
-    assert counter.frame_count == compiled
-
-
-def test_state_of_others_leaves_the_own_tensors_where_they_are(made):
-    optimizer, params = made
-    run(optimizer, params, [0])
-    own = [(t, t.data_ptr()) for p in params for t in optimizer.state[p].values()]
-    for p in params:
-        optimizer.state[p]["z"] = torch.zeros(1)
-    run(optimizer, params, [1])
-    for p in params:
-        del optimizer.state[p]["z"]
-    now = [t for p in params for t in optimizer.state[p].values()]
-    assert all(a is b for (a, _), b in zip(own, now, strict=True))
-    assert all(t.data_ptr() == address for t, address in own)
-
-
-class Lookahead(torch.optim.Optimizer):
-    """As timm writes it: slow weights lie in the base optimizer's state."""
-
-    def __init__(self, base, alpha=0.5, k=2):
-        defaults = dict(lookahead_alpha=alpha, lookahead_k=k, lookahead_step=0)
-        self._base = base
-        self.param_groups, self.defaults = base.param_groups, base.defaults
-        self.defaults.update(defaults)
-        self.state = defaultdict(dict)
-        for group in self.param_groups:
-            for name, value in defaults.items():
-                group.setdefault(name, value)
-
-    @torch.no_grad()
-    def update_slow(self, group):
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            state = self._base.state[p]
-            if "lookahead_slow_buff" not in state:
-                state["lookahead_slow_buff"] = torch.empty_like(p)
-                state["lookahead_slow_buff"].copy_(p)
-            slow = state["lookahead_slow_buff"]
-            slow.add_(p - slow, alpha=group["lookahead_alpha"])
-            p.copy_(slow)
-
-    def sync(self):
-        for group in self._base.param_groups:
-            self.update_slow(group)
-
-    def step(self, closure=None):
-        loss = self._base.step(closure)
-        for group in self._base.param_groups:
-            group["lookahead_step"] += 1
-            if group["lookahead_step"] % group["lookahead_k"] == 0:
-                self.update_slow(group)
-        return loss
-
-    def state_dict(self):
-        return self._base.state_dict()
-
-    def load_state_dict(self, state_dict):
-        self._base.load_state_dict(state_dict)
-        self.param_groups = self._base.param_groups
-
-
-def by_hand(params, steps, alpha=0.5, k=2):
-    """Lookahead with slow weights of its own, from the parameters as they start."""
-    optimizer = build(params, "eager", lr=LR)
-    slow = copies(params)
-    for t in range(steps):
-        run(optimizer, params, [t])
-        if (t + 1) % k == 0:
-            for p, s in zip(params, slow, strict=True):
-                s.add_(p.detach() - s, alpha=alpha)
-                p.data.copy_(s)
-    return params
-
-
-def test_lookahead_is_lookahead(made):
-    optimizer, params = made
-    wrapped = Lookahead(optimizer)
-    fill(params, 0)
-    wrapped.sync()
-    run(wrapped, params, range(6))
-    want = by_hand(parameters(), 6)
-    equal(params, want, 1e-6)
-    without = parameters()
-    run(build(without, "eager", lr=LR), without, range(6))
-    assert not torch.allclose(params[0], without[0])
-
-
-def test_lookahead_resumes(made, mode):
-    optimizer, params = made
-    wrapped = Lookahead(optimizer)
-    fill(params, 0)
-    wrapped.sync()
-    run(wrapped, params, range(3))
-    others = [nn.Parameter(x) for x in copies(params)]
-    resumed = Lookahead(build(others, mode, lr=LR))
-    resumed.load_state_dict(copy.deepcopy(wrapped.state_dict()))
-    run(resumed, others, range(3, 6))
-    equal(others, by_hand(parameters(), 6), 1e-6)
-
-
 class ScheduleFree:
     """As facebookresearch/schedule_free wraps: z lies in the optimizer's state, or, for
     the reference, in ``elsewhere``; p is y.
@@ -316,17 +169,6 @@ def test_schedule_free_is_schedule_free(made):
 # ---- loading -----------------------------------------------------------------------
 
 
-def test_loading_leaves_groups_their_keys(made):
-    optimizer, params = made
-    before = [set(group) for group in optimizer.param_groups]
-    saved = [set(group) for group in optimizer.state_dict()["param_groups"]]
-    optimizer.load_state_dict(optimizer.state_dict())
-    run(optimizer, params, [0])
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert [set(group) for group in optimizer.param_groups] == before
-    assert [set(g) for g in optimizer.state_dict()["param_groups"]] == saved
-
-
 @pytest.mark.parametrize("how", ["load", "deepcopy", "pickle"])
 def test_a_group_that_comes_later_has_the_keys_of_the_first(how, made):
     optimizer, _ = made
@@ -339,36 +181,6 @@ def test_a_group_that_comes_later_has_the_keys_of_the_first(how, made):
     optimizer.add_param_group({"params": parameters((2, 2))})
     first, *_, last = optimizer.param_groups
     assert set(first) == set(last)
-
-
-def test_keys_of_others_in_groups_are_saved_and_loaded(made, mode):
-    optimizer, params = made
-    optimizer.param_groups[0]["rho"] = 0.05
-    run(optimizer, params, [0])
-    others = parameters()
-    other = build(others, mode, lr=LR)
-    other.load_state_dict(optimizer.state_dict())
-    run(other, others, [1])
-    assert other.param_groups[0]["rho"] == 0.05
-
-
-def test_hooks_after_loading_see_what_was_loaded(made, mode):
-    optimizer, params = made
-    run(optimizer, params, range(2))
-    saved = copy.deepcopy(optimizer.state_dict())
-    others = parameters()
-    other, seen = build(others, mode, lr=0.5), []
-
-    def look(loaded):
-        assert loaded is other
-        entry = loaded.state[others[0]]
-        seen.append((loaded.param_groups[0]["lr"], copy.deepcopy(entry)))
-
-    other.register_load_state_dict_post_hook(look)
-    other.load_state_dict(saved)
-    ((lr, entry),) = seen
-    assert lr == LR
-    torch.testing.assert_close(entry, saved["state"][0], rtol=0, atol=0)
 
 
 def test_what_a_hook_after_loading_writes_is_kept(made, mode):
@@ -423,13 +235,12 @@ MODES = {
 
 
 @pytest.mark.parametrize("watcher", MODES)
-@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-shampoo"])
 def test_a_compiled_step_under_a_dispatch_mode_is_the_step(
-    watcher, mars_type, monkeypatch, caplog
+    watcher, monkeypatch, caplog
 ):
     """It runs eagerly there, says so once, and the numbers are the same."""
     forced(monkeypatch, "stacks")
-    kw = dict(lr=LR, mars_type=mars_type, ns_dtype=torch.float32, max_norm=1.0)
+    kw = dict(lr=LR, mars_type="mars-shampoo", ns_dtype=torch.float32, max_norm=1.0)
     a, b = parameters(), parameters()
     plain, watched = MARS(a, compile=False, **kw), MARS(b, compile=True, **kw)
     run(plain, a, range(3))
@@ -458,113 +269,64 @@ def test_flops_of_a_compiled_step_are_counted(monkeypatch):
     assert counted[0] == counted[1] > 0
 
 
-def test_a_step_after_a_dispatch_mode_is_compiled_again(monkeypatch):
+def test_a_step_after_a_dispatch_mode_is_compiled_again(monkeypatch, of_dynamo):
     forced(monkeypatch, "stacks")
-    counter = CompileCounter()
-    count_with(counter, monkeypatch)
+    counters.clear()
     a, b = parameters(), parameters()
     plain, optimizer = (MARS(p, lr=LR, compile=c) for p, c in ((a, False), (b, True)))
     fill(b, 0)
     with Watch():
         optimizer.step()
-    assert counter.frame_count == 0
+    assert not counters["stats"]["unique_graphs"]
     fill(b, 1)
     optimizer.step()
-    assert counter.frame_count > 0
+    assert counters["stats"]["unique_graphs"]
     run(plain, a, range(2))
     equal(a, b, 1e-6)
 
 
-SCRIPT = """
-import json, logging, sys, warnings
-import torch
-from marsopt import MARS
-
-records = []
-handler = logging.Handler()
-handler.emit = records.append
-logging.getLogger("marsopt").addHandler(handler)
-logging.getLogger("marsopt").setLevel(logging.INFO)
-
 def values(compile):
-    g = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(s, generator=g)) for s in ((6, 4), (4,))]
-    optimizer = MARS(params, lr=0.01, lr_1d=3e-3, max_norm=1.0, compile=compile)
-    for _ in range(3):
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=g)
+    """Parameters after three steps."""
+    params = parameters((6, 4), (4,))
+    optimizer = MARS(params, lr=LR, max_norm=1.0, compile=compile)
+    for seed in range(3):
+        fill(params, seed)
         optimizer.step()
-    return torch.cat([p.detach().flatten() for p in params]).tolist()
-
-eager = values(False)
-for compile in None, True:
-    told = {"compile": compile, "eager": eager}
-    records.clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            told["found"] = values(compile)
-        except Exception as error:
-            told["error"] = f"{type(error).__name__}: {error}"
-    told["logged"] = [[r.levelname, r.getMessage()] for r in records]
-    told["warned"] = [str(w.message) for w in caught if "marsopt" in str(w.message)]
-    print("told:" + json.dumps(told))
-"""
+    return params
 
 
-def in_a_process(**environment):
-    """{compile: what SCRIPT tells} with these variables."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [x for x in done.stdout.splitlines() if x.startswith("told:")]
-    every = [json.loads(line.removeprefix("told:")) for line in lines]
-    assert len(every) == 2
-    return {told["compile"]: told for told in every}
+def told(caplog):
+    return [r.getMessage() for r in caplog.records if r.name.startswith("marsopt")]
 
 
-def test_where_torch_compile_is_off_the_step_is_eager():
-    for told in in_a_process(TORCH_COMPILE_DISABLE="1").values():
-        assert told.get("error") is None
-        assert told["found"] == pytest.approx(told["eager"], abs=1e-6)
-        assert sum("eager" in message for _, message in told["logged"]) == 1
+@pytest.mark.parametrize("name", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+@pytest.mark.parametrize("compile", [None, True])
+def test_where_torch_compile_is_off_the_step_is_eager(
+    name, compile, monkeypatch, caplog
+):
+    monkeypatch.setenv(name, "1")
+    counters.clear()
+    equal(values(compile), values(False), 1e-6)
+    assert not counters["stats"]["unique_graphs"]
+    assert sum("eager" in message for message in told(caplog)) == 1
 
 
-@pytest.fixture(scope="module")
-def broken(tmp_path_factory):
-    """What is told where there is a compiler that fails."""
-    folder = tmp_path_factory.mktemp("broken")
-    compiler = folder / "c++"
-    compiler.write_text("#!/bin/sh\necho broken >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    return in_a_process(
-        CXX=str(compiler),
-        TORCHINDUCTOR_CACHE_DIR=str(folder / "cache"),
-        TORCHINDUCTOR_FX_GRAPH_CACHE="0",
-    )
+def broken(graph, inputs, **options):
+    raise RuntimeError("no such compiler")
 
 
-def test_a_compiler_that_fails_is_no_obstacle(broken):
-    """compile=None goes on eagerly, and warns once."""
-    told = broken[None]
-    assert told.get("error") is None
-    assert told["found"] == pytest.approx(told["eager"], abs=1e-6)
-    warned = [m for level, m in told["logged"] if level == "WARNING"] + told["warned"]
+def test_a_compiler_that_fails_is_no_obstacle_unless_it_is_required(
+    monkeypatch, caplog
+):
+    """compile=None goes on eagerly, and warns once; True is an error."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken))
+    announce.cache_clear()
+    equal(values(None), values(False), 1e-6)
+    warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(warned) == 2
-    assert "compiling" in warned[0]
-    assert "eager" in warned[1]
-
-
-def test_a_compiler_that_fails_is_an_error_where_it_is_required(broken):
-    told = broken[True]
-    assert "found" not in told
-    assert told["error"]
+    assert "compiling" in warned[0] and "eager" in warned[1]
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no such"):
+        values(True)
 
 
 # ---- parameters that are exchanged -------------------------------------------------
@@ -586,37 +348,29 @@ def halves():
     return [nn.Parameter(p.detach().bfloat16()) for p in parameters()]
 
 
-def test_masters_may_take_the_place_of_parameters(mode):
-    optimizer = build(halves(), mode, lr=LR)
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_masters_may_take_the_place_of_parameters(num_steps, mode):
+    """Before the first step, or after some."""
+    optimizer = build(params := halves(), mode, lr=LR)
+    run(optimizer, params, range(num_steps))
     olds, masters = exchange(optimizer)
-    saved = optimizer.state_dict()
-    assert set(saved["state"]) <= set(range(len(SHAPES)))
-    old_values = copies(olds)
-    want = [nn.Parameter(x) for x in copies(masters)]
-    run(optimizer, masters, range(3))
-    run(build(want, "eager", lr=LR), want, range(3))
-    equal(masters, want, 1e-6)
-    equal(olds, old_values)
-    assert {id(p) for p in optimizer.state} == {id(p) for p in masters}
-    assert optimizer.state[masters[0]]["exp_avg"].dtype == torch.float32
-
-
-def test_masters_may_come_after_some_steps(mode):
-    params = halves()
-    optimizer = build(params, mode, lr=LR)
-    run(optimizer, params, range(2))
-    olds, masters = exchange(optimizer)
-    want = [nn.Parameter(x) for x in copies(masters)]
+    if not num_steps:  # else as with torch.optim: a KeyError
+        assert set(optimizer.state_dict()["state"]) <= set(range(len(SHAPES)))
+    old_values, want = copies(olds), [nn.Parameter(x) for x in copies(masters)]
     run(optimizer, masters, range(2, 4))
     run(build(want, "eager", lr=LR), want, range(2, 4))
     equal(masters, want, 1e-6)
-    assert all(float(optimizer.state[p]["step"]) == 2 for p in olds)
+    equal(olds, old_values)
+    assert all(float(optimizer.state[p]["step"]) == 2 for p in masters)
+    assert {id(p) for p in masters} <= {id(p) for p in optimizer.state}
+    assert optimizer.state[masters[0]]["exp_avg"].dtype == torch.float32
+    if num_steps:
+        assert all(float(optimizer.state[p]["step"]) == 2 for p in olds)
 
 
 def test_masters_may_take_the_state_over(mode):
     """apex moves the entries, and casts them by loading what it has saved."""
-    params = halves()
-    optimizer = build(params, mode, lr=LR)
+    optimizer = build(params := halves(), mode, lr=LR)
     run(optimizer, params, range(2))
     olds, masters = exchange(optimizer)
     for old, master in zip(olds, masters, strict=True):
@@ -701,11 +455,6 @@ def test_a_group_makes_an_empty_optimizer_real(mode):
         MARS([{"params": [], "lr": -1.0}])
 
 
-def test_an_empty_list_is_an_error():
-    with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
-        MARS([])
-
-
 def zero(rank, world):
     """One matrix and one vector; rank 1 gets nothing, or the vector. ZeRO writes its
     groups into as many of MARS: each of one kind, as ``param_groups`` makes them.
@@ -768,70 +517,19 @@ def test_a_group_may_repeat_an_option_and_not_change_it(name):
             add()
 
 
-def test_a_global_norm_of_a_group_is_refused():
-    """Under ZeRO, whose groups repeat options, each part would have its own norm."""
-    with pytest.raises(ValueError, match="max_norm.* in a param group"):
-        MARS([{"params": parameters(), "max_norm": 0.5}], max_norm=0.5, compile=False)
-
-
 def test_defaults_repeated_in_a_group_are_accepted():
     listed = {**all_hyperparameters(), **signature(MARS).parameters}
     group = {name: listed[name].default for name in OPTIONS}
     MARS([{"params": parameters(), **group}])
 
 
-class SAM(torch.optim.Optimizer):
-    """As davda54/sam: its groups, with every keyword, become the base optimizer's."""
-
-    def __init__(self, params, base, rho=0.05, **kwargs):
-        super().__init__(params, dict(rho=rho, **kwargs))
-        self.base = base(self.param_groups, **kwargs)
-        self.param_groups = self.base.param_groups
-        self.defaults.update(self.base.defaults)
-
-    @torch.no_grad()
-    def climb(self):
-        grads = [p.grad for g in self.param_groups for p in g["params"]]
-        norm = torch.nn.utils.get_total_norm(grads)
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["old"] = p.detach().clone()
-                p.add_(p.grad, alpha=group["rho"] / float(norm + 1e-12))
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.copy_(self.state[p]["old"])
-        self.base.step()
-
-
-def test_sam_passes_options_twice():
-    """In its groups too, which then say them: lr_1d has to be said for vectors."""
-    kwargs = dict(
-        lr=LR, lr_1d=3e-3, weight_decay_1d=0.1, is_approx=True, ns_dtype=torch.float32
-    )
-    kwargs |= dict(compile=False, state_dtype=None, weight_decay=0.1, clip=None)
-    params, twin = parameters(), parameters()
-    optimizer, plain = SAM(params, MARS, **kwargs), MARS(twin, **kwargs)
-    for seed in range(3):
-        fill(params, 10 + seed)
-        optimizer.climb()
-        fill(params, seed)
-        optimizer.step()
-    run(plain, twin, range(3))
-    equal(params, twin)
-    assert optimizer.param_groups[0]["rho"] == 0.05
-
-
 def test_groups_of_one_optimizer_make_another():
     kwargs = dict(lr=LR, is_approx=True, compile=False)
     params, twin = parameters(), parameters()
-    plain = MARS(twin, **kwargs)
     first = MARS(params, **kwargs)
     optimizer = MARS([dict(g) for g in first.param_groups], **kwargs)
-    for each, mine in ((optimizer, params), (plain, twin)):
-        run(each, mine, range(2))
+    run(optimizer, params, range(2))
+    run(MARS(twin, **kwargs), twin, range(2))
     equal(params, twin)
 
 
@@ -859,15 +557,6 @@ def test_a_parameter_twice_is_named(make, request):
     assert named == (request.node.callspec.id == "named")
 
 
-def test_a_group_with_a_parameter_that_is_there_is_not_added(made):
-    optimizer, params = made
-    num_groups = len(optimizer.param_groups)
-    with pytest.raises(ValueError, match=TWICE):
-        optimizer.add_param_group({"params": [params[1]]})
-    assert len(optimizer.param_groups) == num_groups
-    run(optimizer, params, range(2))
-
-
 def test_tied_weights_come_once():
     """parameters() leaves the second name out, as for any optimizer."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -880,59 +569,31 @@ def test_tied_weights_come_once():
 
 
 def test_the_batch_size_of_the_authors_loop_is_taken_and_ignored(made):
+    """With a closure and through a scaler, too."""
     optimizer, params = made
     twin = parameters()
-    plain = build(twin, "eager", lr=LR)
-    with traced():
-        for seed in range(3):
-            fill(params, seed)
-            assert optimizer.step(bs=32 * (seed + 1)) is None
-    run(plain, twin, range(3))
-    equal(params, twin, 1e-6)
-
-
-def test_the_batch_size_comes_with_a_closure(made):
-    optimizer, params = made
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
 
     def closure():
-        fill(params, 0)
+        fill(params, 1)
         return 5.0
 
     with traced():
-        assert optimizer.step(closure, bs=32) == 5.0
-        assert optimizer.step(closure=closure, bs=32) == 5.0
-    assert float(optimizer.state[params[0]]["step"]) == 2
-
-
-def test_the_batch_size_passes_through_a_scaler(made):
-    optimizer, params = made
-    scaler = torch.amp.GradScaler("cpu")
-    fill(params, 0)
-    scaler.scale(torch.ones(()))
-    with traced():
+        fill(params, 0)
+        assert optimizer.step(bs=32) is None
+        assert optimizer.step(closure, bs=64) == 5.0
+        assert optimizer.step(closure=closure, bs=64) == 5.0
         scaler.step(optimizer, bs=32)
-    assert float(optimizer.state[params[0]]["step"]) == 1
+    plain = build(twin, "eager", lr=LR)
+    run(plain, twin, [0, 1, 1])
+    for p in twin:
+        p.grad /= scaler.get_scale()
+    plain.step()
+    equal(params, twin, 1e-6)
 
 
 # ---- beside torch's own tools ------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["mean", "ema"])
-def test_an_averaged_model_averages(how, mode):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = build(model.parameters(), mode, lr=LR)
-    average = {} if how == "mean" else {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}
-    averaged = AveragedModel(model, **average)
-    params, seen = list(model.parameters()), []
-    for seed in range(3):
-        run(optimizer, params, [seed])
-        averaged.update_parameters(model)
-        seen.append(copies(params))
-    for mine, *values in zip(averaged.module.parameters(), *seen, strict=True):
-        a, b, c = values
-        want = (a + b + c) / 3 if how == "mean" else a / 4 + b / 4 + c / 2
-        torch.testing.assert_close(mine.detach(), want, rtol=0, atol=1e-6)
 
 
 def test_a_grad_scaler_changes_nothing_but_the_scale(mode):
@@ -998,31 +659,3 @@ def test_schedules_move_it_as_they_move_adamw(schedule, mode):
             scheduler.step()
         assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
     equal(a, b, 1e-6)
-
-
-def test_a_plateau_lowers_the_rate(made):
-    optimizer, params = made
-    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-    for seed in range(3):
-        run(optimizer, params, [seed])
-        scheduler.step(1.0)
-    assert optimizer.param_groups[0]["lr"] == LR / 4
-
-
-def test_a_schedule_resumes_with_the_optimizer(mode):
-    a, b = parameters(), parameters()
-    one, two = build(a, mode, lr=LR), build(b, mode, lr=0.5)
-    first = lr_scheduler.OneCycleLR(one, 0.1, 6)
-    for seed in range(3):
-        run(one, a, [seed])
-        first.step()
-    second = lr_scheduler.OneCycleLR(two, 0.1, 6)
-    for p, q in zip(a, b, strict=True):
-        q.data.copy_(p.data)
-    two.load_state_dict(copy.deepcopy(one.state_dict()))
-    second.load_state_dict(first.state_dict())
-    for optimizer, scheduler, params in ((one, first, a), (two, second, b)):
-        for seed in range(3, 5):
-            run(optimizer, params, [seed])
-            scheduler.step()
-    equal(a, b)
