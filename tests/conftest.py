@@ -23,7 +23,7 @@ from marsopt.optim.compiled import graph_of
 from tests.stacking import as_on_a_gpu, forced
 
 # what starts processes
-STARTS = {"forked", "spawn", "subprocess"}
+STARTS = {"forked", "spawn", "subprocess", "train_all", "train_tiny"}
 
 
 def pytest_collection_modifyitems(items):

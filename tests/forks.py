@@ -3,11 +3,12 @@ they import. Of the ten seconds of a ``python -m train`` of a few steps, imports
 seven, and each rank of several spends them.
 
 A child does what ``python -m`` does after its imports. Its parent runs no tensor
-arithmetic and has no threads, so that the fork breaks nothing of PyTorch. That a real
-``python -m`` does and says the same stays the subject of one test of each command.
+arithmetic and has no threads, so that the fork breaks nothing of PyTorch. Processes of
+a real ``python -m`` are in test_commands.py, test_prepare.py and test_reliability.py.
 
-Run as a module, it reads [module, [arguments], ranks, signals, together, {environment}]
-from each line of its standard input, and answers with [exit code, stdout, stderr].
+Run as a module, it reads [module, [arguments], ranks, signals, kill, together,
+{environment}] from each line of its standard input, and answers with [exit code,
+stdout, stderr].
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LIMIT = 240.0  # seconds of a command, on a machine that does other things too
 POLL = 0.005  # seconds between two looks at the children
 SPAN = 0.05  # seconds between two signals, as torchrun and Slurm send them
+OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir")
 PRELOADED = (
     "datasets", "matplotlib.pyplot", "safetensors.torch", "tokenizers",
     "torch.utils.tensorboard",
@@ -55,14 +56,16 @@ def _end() -> None:
 def forked(
     *args: object,
     ranks: int = 1,
-    signals: tuple[str, list[int], list[int]] | None = None,
+    signals: tuple[str, list[int]] | None = None,
+    kill: tuple[str, int, list[int]] | None = None,
     together: bool = True,
     **env: str,
 ) -> tuple[int, str, str]:
     """Run a module of the application with these arguments on ``ranks`` processes;
-    (exit code, stdout, stderr). ``signals`` is a text and numbers of signals and of
-    ranks: once rank 0 has printed the text, the ranks get the signals. ``env`` is more
-    of the environment.
+    (exit code, stdout, stderr). ``signals`` is a text and numbers of signals, which all
+    ranks get once rank 0 has printed the text. ``kill`` is a part of a path, a number,
+    and ranks, which kill themselves before their operation of this number on the files
+    of such a path. ``env`` is more of the environment.
 
     As under torchrun, other ranks end with the first that fails, whose exit code it is,
     if they run ``together``; torchrun itself, which would say so, is not there. $RANK
@@ -84,7 +87,7 @@ def forked(
         _server.append(process)
     (server,) = _server
     module, *options = map(str, args)
-    asked = [module, options, ranks, signals, together, env]
+    asked = [module, options, ranks, signals, kill, together, env]
     server.stdin.write(json.dumps(asked) + "\n")
     server.stdin.flush()
     answer = server.stdout.readline()
@@ -107,77 +110,31 @@ def import_all() -> None:
 
 @dataclass(frozen=True)
 class Command:
-    """``python -m module *args``, on ``ranks`` processes.
-
-    ``together``: as torchrun, end the other ranks when one has failed. ``prepare`` is
-    called in the child of each rank before it begins, ``watch`` by the parent again and
-    again while they run.
-    """
+    """``python -m module *args``, on ``ranks`` processes; as of ``forked``."""
 
     module: str
     args: tuple[str, ...]
-    ranks: int = 1
-    limit: float = LIMIT
-    together: bool = True
-    prepare: Callable[[int], None] | None = None
-    watch: Callable[[Running], None] | None = None
-    env: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        ranks = f"  ({self.ranks} ranks)" if self.ranks > 1 else ""
-        return f"python -m {self.module} {' '.join(self.args)}{ranks}"
+    ranks: int
+    signals: tuple[str, list[int]] | None
+    kill: tuple[str, int, list[int]] | None
+    together: bool
+    env: dict[str, str]
 
 
-@dataclass(frozen=True)
-class Ended:
-    """What became of a command: of each rank the exit code (minus the signal that ended
-    it), what it printed, and when it ended.
-    """
-
-    codes: list[int]
-    outs: list[str]
-    errs: list[str]
-    times: list[float]
-    hung: bool
-
-    @property
-    def code(self) -> int:
-        """Return the exit code of the rank that ended first: torchrun ends others."""
-        return self.codes[self.times.index(min(self.times))]
-
-    @property
-    def out(self) -> str:
-        """Return what all ranks printed to stdout."""
-        return "".join(self.outs)
-
-    @property
-    def err(self) -> str:
-        """Return what all ranks printed to stderr."""
-        return "".join(self.errs)
-
-
-@dataclass
 class Running:
-    """A command under way, in a folder of its own; ``number`` tells its output from
-    that of other commands in the folder.
-    """
+    """A command under way, in a folder of its own."""
 
-    command: Command
-    folder: Path
-    number: int = 0
-    pids: list[int] = field(default_factory=list)
-    codes: dict[int, int] = field(default_factory=dict)
-    times: dict[int, float] = field(default_factory=dict)
-    began: float = field(default_factory=time.monotonic)
-    hung: bool = False
-    keeper: int = 0
-
-    def __post_init__(self) -> None:
+    def __init__(self, command: Command, folder: Path) -> None:
         """Fork one child for each rank."""
+        self.command, self.folder = command, folder
+        self.codes: dict[int, int] = {}  # of the ranks that have ended, in this order
+        self._began, self._keeper = time.monotonic(), 0
+        self._left = list(command.signals[1]) if command.signals else []
+        self._pids: list[int] = []
         sys.stdout.flush()  # or children would print it again
-        world, shared = self.command.ranks, {}
+        world, shared = command.ranks, {}
         if world > 1:
-            self.keeper, port = _keep_store()
+            self._keeper, port = _keep_store()
             shared = dict(
                 MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE=world,
                 LOCAL_WORLD_SIZE=world, TORCHELASTIC_USE_AGENT_STORE=True,
@@ -186,65 +143,47 @@ class Running:
         for rank in range(world):
             numbers = dict(RANK=rank, LOCAL_RANK=rank) if world > 1 else {}
             env = {key: str(value) for key, value in (shared | numbers).items()}
-            env |= self.command.env
             pid = os.fork()
             if pid == 0:
-                _child(self, rank, env)
-            self.pids.append(pid)
+                _child(self, rank, env | command.env)
+            self._pids.append(pid)
 
-    def printed(self, stream: str, rank: int) -> str:
-        """Return what a rank has printed to "out" or "err" so far."""
-        path = self.folder / f"{stream}{self.number}.{rank}"
-        return path.read_text(errors="replace") if path.exists() else ""
+    def printed(self, stream: str) -> str:
+        """Return what the ranks have printed to "out" or "err" so far."""
+        paths = [self.folder / f"{stream}{r}" for r in range(self.command.ranks)]
+        return "".join(p.read_text(errors="replace") for p in paths if p.exists())
 
-    def kill(self, number: int, *ranks: int) -> None:
-        """Send a signal to ranks that still run; to all where none is named."""
-        for rank in ranks or range(self.command.ranks):
-            if rank not in self.codes:
-                os.kill(self.pids[rank], number)
+    def wait(self) -> None:
+        """Wait until all have ended, and send the signals."""
+        while self._under_way():
+            time.sleep(POLL)
+        if self._keeper:
+            os.kill(self._keeper, signal.SIGKILL)
+            os.waitpid(self._keeper, 0)
 
-    def poll(self) -> bool:
-        """Look after the children; return whether all have ended."""
+    def _under_way(self) -> bool:
+        if time.monotonic() - self._began > LIMIT:
+            for rank in self._running():
+                os.killpg(self._pids[rank], signal.SIGKILL)
         num_ended = len(self.codes)
-        self._reap(os.WNOHANG)
-        has_news = len(self.codes) > num_ended
-        if has_news and any(self.codes.values()) and self.command.together:
-            self.kill(signal.SIGTERM)
-        if len(self.codes) < self.command.ranks:
-            self.hung = time.monotonic() - self.began > self.command.limit
-            if not self.hung:
-                if self.command.watch is not None:
-                    self.command.watch(self)
-                return False
-            for rank, pid in enumerate(self.pids):
-                if rank not in self.codes:
-                    os.killpg(pid, signal.SIGKILL)
-            self._reap(0)
-        if self.keeper:
-            os.kill(self.keeper, signal.SIGKILL)
-            os.waitpid(self.keeper, 0)
-        return True
-
-    def _reap(self, options: int) -> None:
-        """Note how children have ended, those that have."""
-        for rank, pid in enumerate(self.pids):
-            if rank in self.codes:
-                continue
-            ended, status = os.waitpid(pid, options)
+        for rank in self._running():
+            ended, status = os.waitpid(self._pids[rank], os.WNOHANG)
             if ended:
                 self.codes[rank] = os.waitstatus_to_exitcode(status)
-                self.times[rank] = time.monotonic()
+        has_news = len(self.codes) > num_ended
+        if has_news and any(self.codes.values()) and self.command.together:
+            self._send(signal.SIGTERM)
+        if self._left and self.command.signals[0] in self.printed("out"):
+            self._send(self._left.pop(0))
+            time.sleep(SPAN)
+        return len(self.codes) < self.command.ranks
 
-    def ended(self) -> Ended:
-        """Return what became of it."""
-        ranks = range(self.command.ranks)
-        return Ended(
-            [self.codes[r] for r in ranks],
-            [self.printed("out", r) for r in ranks],
-            [self.printed("err", r) for r in ranks],
-            [self.times[r] for r in ranks],
-            self.hung,
-        )
+    def _running(self) -> list[int]:
+        return [rank for rank in range(self.command.ranks) if rank not in self.codes]
+
+    def _send(self, number: int) -> None:
+        for rank in self._running():
+            os.kill(self._pids[rank], number)
 
 
 def _keep_store() -> tuple[int, int]:
@@ -275,27 +214,42 @@ def _child(running: Running, rank: int, env: dict[str, str]) -> None:
     try:
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _print_to(running.folder, f"{running.number}.{rank}")
+        _print_to(running.folder, rank)
         os.chdir(running.folder)
         os.environ.update(env)
-        command = running.command
-        if command.prepare is not None:
-            command.prepare(rank)
-        code = _as_main(command)
+        if running.command.kill and rank in running.command.kill[2]:
+            _kill_at(*running.command.kill[:2])
+        code = _as_main(running.command)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # nothing of the parent's may be unwound here
 
 
-def _print_to(folder: Path, name: str) -> None:
+def _print_to(folder: Path, rank: int) -> None:
     for stream, errors in (("out", "strict"), ("err", "backslashreplace")):
         number, buffering = {"out": (1, -1), "err": (2, 1)}[stream]
-        file = os.open(folder / f"{stream}{name}", os.O_WRONLY | os.O_CREAT)
+        file = os.open(folder / f"{stream}{rank}", os.O_WRONLY | os.O_CREAT)
         os.dup2(file, number)
         os.close(file)
         options = dict(encoding="utf-8", errors=errors, closefd=False)
         setattr(sys, f"std{stream}", os.fdopen(number, "w", buffering, **options))
+
+
+def _kill_at(place: str, number: int) -> None:
+    """Let this process kill itself before an operation on files, as Python's audit
+    hooks see it.
+    """
+    left = number
+
+    def hook(event: str, args: tuple) -> None:
+        nonlocal left
+        if event in OPERATIONS and place in str(args[0]):
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+
+    sys.addaudithook(hook)
 
 
 def _as_main(command: Command) -> int:
@@ -329,36 +283,18 @@ def _as_main(command: Command) -> int:
     return 1
 
 
-def _signals_after(text: str, numbers: list[int], ranks: list[int]) -> Callable:
-    """Return what sends ``ranks`` the signals once rank 0 has printed ``text``."""
-    left = list(numbers)
-
-    def watch(running: Running) -> None:
-        if left and text in running.printed("out", 0):
-            running.kill(left.pop(0), *ranks)
-            time.sleep(SPAN)
-
-    return watch
-
-
 def main() -> None:
     """Answer each line of standard input."""
     import_all()
     with os.fdopen(os.dup(1), "w") as answers:  # children have 1 for themselves
         for line in sys.stdin:
-            module, args, ranks, signals, together, env = json.loads(line)
-            watch = _signals_after(*signals) if signals else None
-            how = dict(together=together, watch=watch, env=env)
-            command = Command(module, tuple(args), ranks, **how)
+            command = Command(*json.loads(line))
             with tempfile.TemporaryDirectory() as folder:
                 running = Running(command, Path(folder))
-                while not running.poll():
-                    time.sleep(POLL)
-                ended = running.ended()
-            in_time = sorted(zip(ended.times, ended.codes, strict=True))
-            code = next((code for _, code in in_time if code), 0)
-            err = f"did not end in {LIMIT} s\n" * ended.hung + ended.err
-            print(json.dumps([code, ended.out, err]), file=answers, flush=True)
+                running.wait()
+                code = next((code for code in running.codes.values() if code), 0)
+                answer = [code, running.printed("out"), running.printed("err")]
+            print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

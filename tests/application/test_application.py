@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +16,15 @@ import torch.nn.functional as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import configs
-from marsopt import MARS
+from tests.application.runs import (
+    BATCH,
+    ROOT,
+    SEQ,
+    STEPS,
+    TINY,
+    tiny,
+    train_tiny,
+)
 from tests.forks import forked
 from train import prepare
 from train.data.batches import Batches
@@ -34,11 +40,9 @@ from train.engine.resolve import (
     UNUSED,
     resolve,
 )
-from train.engine.schedule import cosine
 from train.errors import UserError
 from train.errors import command as in_one_line
 from train.evaluate import __main__ as evaluate
-from train.gpt2 import GPT2
 from train.runs import summary
 from train.runs.checkpoints import load_model
 from train.runs.settings import claim, describe, difference, settings
@@ -46,74 +50,11 @@ from train.runs.summary import read_scalars
 
 pytestmark = pytest.mark.application
 
-ROOT = Path(__file__).parents[2]
-STEPS, SEQ, BATCH = 8, 32, 8
-TINY = [
-    "--training.seq-len", str(SEQ),
-    "--training.global-batch-size", str(BATCH),
-    "--training.local-batch-size", "4",
-    "--lr-scheduler.warmup-steps", "2",
-    "--lr-scheduler.total-steps", str(STEPS),
-    "--metrics.log-freq", "1",
-    "--validator.samples", "16",
-    "--validator.freq", "4",
-    "--checkpoint.interval", "4",
-]  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    out = tmp_path_factory.mktemp("text") / "data"
-    prepare.prepare(
-        "text",
-        "bytes",
-        out,
-        files=[Path(json.__file__), Path(re.__file__)],
-        val_fraction=0.2,
-    )
-    return out
-
-
-def command(*args, ranks=1):
-    """Run python -m train ... on ``ranks`` processes; (exit code, stdout, stderr)."""
-    head = [sys.executable, "-m"]
-    if ranks > 1:
-        head += ["torch.distributed.run", "--nproc-per-node", str(ranks), "-m"]
-    done = subprocess.run(
-        [*head, *map(str, args)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
-def run(data, folder, *options, steps=STEPS, ranks=1, by=forked):
-    """Train; {step: printed loss}, {step: printed validation loss}, stdout."""
-    code, out, err = by(
-        "train", "--config", "tiny_mars_adamw", *TINY, "--training.steps", steps,
-        "--dataloader.dataset-path", data, "--dump-folder", folder, *options,
-        ranks=ranks,
-    )  # fmt: skip
-    assert code == 0, out + err
-    found = re.findall(r"step (\d+)/\d+  (loss|validation loss) (\d+\.\d{5})", out)
-    losses = {int(s): v for s, what, v in found if what == "loss"}
-    held_out = {int(s): v for s, what, v in found if what == "validation loss"}
-    return losses, held_out, out
-
-
-@pytest.fixture(scope="session")
-def one(data, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "one"
-    return folder, *run(data, folder, by=command)
-
 
 @pytest.fixture(scope="session")
 def exact(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "exact"
-    return folder, *run(data, folder, *CORRECTIONS["exact"])
+    return folder, *train_tiny(data, folder, *CORRECTIONS["exact"])
 
 
 # gamma falls with the rate, so that continuing has to find it again
@@ -122,58 +63,6 @@ CORRECTIONS = {
     "exact": ["--optimizer.correction=exact", "--optimizer.gamma-decay=with_lr"],
 }
 every_correction = pytest.mark.parametrize("name", CORRECTIONS)
-
-
-def plain_loop(data, name):
-    """{step: (loss, gradient norm)} of the same training in plain PyTorch: one process,
-    the whole batch at once, torch's own clip.
-    """
-    is_exact = name == "exact"
-    config = configs.tiny_mars_adamw()
-    opt, shape = config.optimizer, config.model_spec.model.shape
-    model = GPT2(shape)
-    model.init_weights(seed=0)
-    named = dict(model.named_parameters())
-    embeddings = {n for n in named if n.startswith(("wte", "wpe"))}
-    optimizer = MARS(
-        [
-            {"params": [p for n, p in named.items() if n not in embeddings]},
-            {"params": [named[n] for n in embeddings], "weight_decay": 0.0},
-        ],
-        lr=opt.lr,
-        weight_decay=opt.weight_decay,
-        lr_1d=opt.lr_1d,
-        correction="exact" if is_exact else "approximate",
-        compile=False,
-    )
-    tokens, _ = open_tokens(data, "train", vocab_size=257)
-    kw = dict(rank=0, world=1, local_batch=BATCH, seq_len=SEQ, vocab_size=257)
-    stream = Batches(tokens, **kw)
-    batches = [stream.next() for _ in range(STEPS + 1)]
-
-    def gradient(batch):
-        optimizer.zero_grad()
-        inputs, labels = batch
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        return loss.item(), norm.item()
-
-    floor = config.lr_scheduler.min_lr_factor
-    found = {}
-    for t in range(STEPS):
-        for group in optimizer.param_groups:
-            factor = cosine(t, warmup=2, total=STEPS, floor=floor)
-            group["lr"] = opt.lr * factor
-            group["gamma"] = 0.025 * (factor if is_exact else 1.0)
-        if is_exact:
-            gradient(batches[t + 1])
-            optimizer.update_previous_grad()
-        found[t + 1] = gradient(batches[t])
-        optimizer.step()
-        if is_exact:
-            optimizer.update_last_grad()
-    return found
 
 
 def test_a_run_shows_everything(one):
@@ -246,7 +135,7 @@ def test_statistics_of_each_parameter_are_in_tensorboard(data, one, tmp_path):
     """Every second step, beside the losses of a run without them."""
     _, losses, *_ = one
     folder = tmp_path / "run"
-    found, *_ = run(data, folder, "--metrics.statistics-freq", 2, steps=4)
+    found, *_ = train_tiny(data, folder, "--metrics.statistics-freq", 2, steps=4)
     assert found == {step: loss for step, loss in losses.items() if step <= 4}
     scalars = read_scalars(folder / "tb")
     norms = {tag: row for tag, row in scalars.items() if tag.startswith("grad_norm/")}
@@ -255,15 +144,6 @@ def test_statistics_of_each_parameter_are_in_tensorboard(data, one, tmp_path):
     assert {*scalars} >= {tag.replace("grad_norm", "clip", 1) for tag in norms}
     total = sum(row[2] ** 2 for tag, row in scalars.items() if "grad_norm/" in tag)
     assert total**0.5 == pytest.approx(scalars["grad_norm"][2], rel=1e-4)
-
-
-@every_correction
-def test_the_engine_is_a_plain_loop(data, request, name):
-    folder, losses, *_ = request.getfixturevalue(name)
-    norms = read_scalars(folder / "tb")["grad_norm"]
-    for step, (loss, norm) in plain_loop(data, name).items():
-        assert float(losses[step]) == pytest.approx(loss, abs=2e-5), f"step {step}"
-        assert norms[step] == pytest.approx(norm, rel=1e-4), f"step {step}"
 
 
 def test_exact_is_not_approximate(one, exact):
@@ -276,12 +156,6 @@ def test_tokens_are_counted_once(one, exact):
     for folder, *_ in (one, exact):
         seen = read_scalars(folder / "tb")["n_tokens_seen"]
         assert seen == {t: t * BATCH * SEQ for t in range(1, STEPS + 1)}
-
-
-def test_two_processes_print_the_same_losses(data, one, tmp_path):
-    _, losses, held_out, _ = one
-    found = run(data, tmp_path / "two", ranks=2)
-    assert found[:2] == (losses, held_out)
 
 
 def test_the_saved_model_has_the_loss_that_validation_printed(one, data):
@@ -306,8 +180,8 @@ def test_stopped_and_resumed_on_another_number_of_processes(
 ):
     _, losses, held_out, _ = request.getfixturevalue(name)
     options = CORRECTIONS[name]
-    first, val_first, _ = run(data, tmp_path / "r", *options, steps=4, ranks=2)
-    rest, val_rest, out = run(data, tmp_path / "r", *options)
+    first, val_first, _ = train_tiny(data, tmp_path / "r", *options, steps=4, ranks=2)
+    rest, val_rest, out = train_tiny(data, tmp_path / "r", *options)
     assert f"resuming the run in {tmp_path / 'r'} (1 process) after step 4 of 8" in out
     one_run = EventAccumulator(str(tmp_path / "r" / "tb")).Reload()
     logged = [event.step for event in one_run.Scalars(summary.TRAIN)]
@@ -322,7 +196,7 @@ def test_stopped_and_resumed_on_another_number_of_processes(
 def test_a_run_is_trained_longer_as_its_message_says(data, one, tmp_path):
     _, losses, _, _ = one
     folder = shutil.copytree(one[0], tmp_path / "longer")
-    rest, _, _ = run(data, folder, steps=STEPS + 2)
+    rest, _, _ = train_tiny(data, folder, steps=STEPS + 2)
     assert list(rest) == [STEPS + 1, STEPS + 2]
     rates = read_scalars(folder / "tb")["lr/matrices"]
     assert rates[STEPS + 2] == pytest.approx(rates[STEPS + 1])
@@ -361,7 +235,7 @@ def test_a_second_call_says_that_the_run_is_complete(data, one):
     folder, *_ = one
     stamp = (folder / "checkpoint" / "step-8" / ".metadata").stat().st_mtime_ns
     logged = sorted((folder / "tb").rglob("*"))
-    losses, _, out = run(data, folder)
+    losses, _, out = train_tiny(data, folder)
     assert losses == {}
     assert sorted((folder / "tb").rglob("*")) == logged
     assert "is complete at step 8: nothing to train" in out
@@ -442,13 +316,12 @@ COMMANDS = {
     ),
     "sample": (["train.sample", "--run", "/none"], "got no /none/settings.json"),
 }
-REAL = {"prepare"}  # by a process of its own
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_fail_in_one_line(name):
     args, message = COMMANDS[name]
-    code, _, err = (command if name in REAL else forked)(*args)
+    code, _, err = forked(*args)
     told = [line for line in err.splitlines() if line.startswith("error: ")]
     told = [line for line in told if "got no data/python" not in line]  # nor need it
     assert code == 2, err
@@ -537,43 +410,9 @@ def test_under_torchrun_one_rank_says_it(data):
     assert err.count("error: got lr=-1.0") == 1
 
 
-def tiny(data, **changes):
-    """A checked configuration with ``section__option=value`` changed."""
-    config = configs.tiny_mars_adamw()
-    config.dataloader.dataset_path = str(data)
-    config.training.seq_len, config.validator.samples = SEQ, 16
-    for path, value in changes.items():
-        section, option = path.split("__")
-        setattr(getattr(config, section), option, value)
-    return config
-
-
 SETTINGS = {
     "sequence too long": (dict(training__seq_len=129), "got training.seq_len=129"),
-    "empty sequence": (dict(training__seq_len=0), "got training.seq_len=0"),
-    "no steps": (dict(training__steps=0), "got training.steps=0"),
     "ascent": (dict(training__max_norm=-1.0), "got training.max_norm=-1.0"),
-    "negative warm-up": (
-        dict(lr_scheduler__warmup_steps=-5),
-        "got lr_scheduler.warmup_steps=-5",
-    ),
-    "never validating": (dict(validator__freq=0), "got validator.freq=0"),
-    "never logging": (dict(metrics__log_freq=0), "got metrics.log_freq=0"),
-    "negative seed": (dict(debug__seed=-1), "got debug.seed=-1"),
-    "an option of no effect": (
-        dict(lr_scheduler__decay_type="sqrt"),
-        "got lr_scheduler.decay_type=sqrt",
-    ),
-    "another implementation": (
-        dict(optimizer__implementation="foreach"),
-        "got optimizer.implementation=foreach",
-    ),
-    "no checkpoints": (dict(checkpoint__enable=False), "got checkpoint.enable=False"),
-    "an old checkpoint": (dict(checkpoint__load_step=2), "got checkpoint.load_step=2"),
-    "tensor parallelism": (
-        dict(parallelism__tensor_parallel_degree=2),
-        "got parallelism.tensor_parallel_degree=2",
-    ),
     "batch that does not divide": (
         dict(training__global_batch_size=12),
         "got training.global_batch_size=12 with 2 ranks of local_batch_size=8, .* "
@@ -627,10 +466,6 @@ SETTINGS = {
         "got validator.samples=17 with 2 ranks",
     ),
     "more than held out": (dict(validator__samples=16 * 10**6), "windows of 32 tokens"),
-    "other folder": (
-        dict(checkpoint__folder="elsewhere"),
-        "got checkpoint.folder=elsewhere",
-    ),
 }
 
 
@@ -641,15 +476,16 @@ def test_settings_are_checked_before_processes_meet(name, data):
         resolve(tiny(data, **changes), world=2)
 
 
-@pytest.mark.parametrize("path", [*POSITIVE, *NOT_NEGATIVE])
-def test_counts_have_limits(path, data):
+def test_counts_have_limits(data):
     """Libraries below count with 31 bits; more was once a traceback of theirs."""
-    config = tiny(data)
-    section, name = path.split(".")
-    for count in (-1, LARGEST, 10**20):
-        setattr(getattr(config, section), name, count)
-        with pytest.raises(UserError, match=f"got {path}={count}, expected a number"):
-            resolve(config, 1)
+    for path in (*POSITIVE, *NOT_NEGATIVE):
+        for count in (-1, 0, LARGEST, 10**20):
+            if count == 0 and path in NOT_NEGATIVE:
+                continue
+            config = tiny(data, **{path.replace(".", "__"): count})
+            told = f"got {path}={count}, expected a number"
+            with pytest.raises(UserError, match=told):
+                resolve(config, 1)
 
 
 def test_a_memory_snapshot_needs_a_gpu(data, monkeypatch):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from marsopt.profiling import command as profiling
 from train.engine import ends, launch
 from train.errors import UserError, command, shown
 
@@ -142,17 +143,8 @@ def test_output_to_a_full_disk_is_one_line():
     assert "expected space on the disk" in done.stderr
 
 
-def test_a_pipe_that_is_not_standard_output_is_an_error(tmp_path, monkeypatch):
-    def main():
-        raise BrokenPipeError(32, "Broken pipe")
-
-    with (tmp_path / "out").open("w") as file, pytest.raises(SystemExit) as ended:
-        monkeypatch.setattr(sys, "stdout", file)
-        command(main)
-    assert ended.value.code == 2
-
-
-ADVICE = {
+ERRORS = {
+    errno.EPIPE: "somebody who reads it",
     errno.ENOSPC: "space on the disk",
     errno.EDQUOT: "quota",
     errno.ENOMEM: "free memory",
@@ -165,39 +157,37 @@ ADVICE = {
 }
 
 
-@pytest.mark.parametrize("number", ADVICE)
-def test_the_error_decides_the_advice(number, capsys):
+def told_of(error, capfd):
+    """The line of a command that raises."""
+
     def main():
-        raise OSError(number, os.strerror(number), "some/file")
+        raise error
 
     with pytest.raises(SystemExit) as ended:
         command(main)
-    (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2
-    assert f"expected {ADVICE[number]}" in line or ADVICE[number] in line
+    (line,) = capfd.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("number", ERRORS)
+def test_the_error_decides_the_advice(number, capfd):
+    line = told_of(OSError(number, os.strerror(number), "some/file"), capfd)
+    assert ERRORS[number] in line
     assert ("that this user may use" in line) is (number == errno.EACCES)
 
 
-def test_what_steers_a_terminal_is_shown(capsys):
-    def main():
-        raise UserError("got \x1b]0;title\x07 \x9b2J \u202e \udcff, é 中\u3000文")
-
-    with pytest.raises(SystemExit):
-        command(main)
-    line = capsys.readouterr().err
-    assert line == ("error: got \\x1b]0;title\\x07 \\x9b2J \\u202e \\udcff, é 中 文\n")
+def test_what_steers_a_terminal_is_shown(capfd):
+    error = UserError("got \x1b]0;title\x07 \x9b2J \u202e \udcff, é 中\u3000文")
+    line = told_of(error, capfd)
+    assert line == "error: got \\x1b]0;title\\x07 \\x9b2J \\u202e \\udcff, é 中 文"
     assert shown("a\tb\r\n") == "a\tb\\r\n"
 
 
-def test_lines_are_short(capsys):
-    def main():
-        raise UserError("got " + "x" * 100_000 + ", expected less: change it")
-
-    with pytest.raises(SystemExit):
-        command(main)
-    line = capsys.readouterr().err
+def test_lines_are_short(capfd):
+    line = told_of(UserError(f"got {'x' * 100_000}, expected less: change it"), capfd)
     assert len(line) < 2100
-    assert line.endswith("expected less: change it\n")
+    assert line.endswith("expected less: change it")
 
 
 LONELY = dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
@@ -226,20 +216,19 @@ def test_an_environment_of_no_launcher_is_one_line(change, monkeypatch):
     assert len(str(error.value)) < 400
 
 
-def test_an_interrupt_of_the_profiler_is_one_line():
+def test_an_interrupt_of_the_profiler_is_one_line(monkeypatch, capsys):
     """While it is at work, which the application's commands do by themselves."""
-    code = """
-import sys
-def interrupted(*args, **options):
-    raise KeyboardInterrupt
-import marsopt.profiling.command as profiling
-profiling.run = interrupted
-sys.argv = ["command"]
-profiling.main()
-"""
-    done = started("-c", code, capture_output=True)
-    assert done.returncode == 130, done.stderr
-    assert done.stderr == "stopped before its end: run the same command again\n"
+
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profiling, "run", interrupted)
+    monkeypatch.setattr(sys, "argv", ["command"])
+    with pytest.raises(SystemExit) as end:
+        profiling.main()
+    assert end.value.code == 130
+    said = "stopped before its end: run the same command again\n"
+    assert capsys.readouterr().err == said
 
 
 # ---- of a training -------------------------------------------------------------------

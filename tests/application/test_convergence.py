@@ -4,8 +4,6 @@ correction, on a loss that is not quadratic and whose batches differ in their cu
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -13,12 +11,10 @@ import torch
 import marsopt
 from marsopt.rules.decay import at
 from research.convergence import (
-    AVERAGES,
     CURVATURE,
     CURVES,
     LOSS,
     NOISE_ALONE,
-    STEPS,
     Case,
     batches,
     best,
@@ -52,40 +48,6 @@ def test_what_is_measured_is_the_first_moment_of_the_library(form):
         _, state = rule.step(tree, gradient, state, lr=0.0, **given)
         found = state.buffers["m"]["w"][0].numpy()
         np.testing.assert_allclose(found, m, rtol=0, atol=1e-12)
-
-
-def test_lag_of_a_correction_is_one_minus_gamma_of_that_of_momentum():
-    """Without noise: lag / momentum's lag, and exponents of the step length."""
-    plain = [measured(Case("plain", 0.02, step=s), num=16) for s in STEPS]
-    assert exponent(STEPS, plain) == pytest.approx(1.0, abs=0.03)
-    for form in ("approximate", "exact", "transport"):
-        errors = [measured(Case(form, 0.02, 0.2, step=s), num=16) for s in STEPS]
-        ratios = np.divide(errors, plain)
-        assert ratios == pytest.approx(0.8, abs=0.01), form
-    remainder = [measured(Case("transport", 0.02, 1.0, step=s), num=16) for s in STEPS]
-    assert exponent(STEPS, remainder) == pytest.approx(2.0, abs=0.05)
-    assert measured(Case("exact", 0.02, 1.0, step=4e-3), num=16) < 1e-14
-
-
-def test_noise_of_momentum_falls_with_the_root_of_its_age_or_stays_at_gamma():
-    for form, gamma in (("plain", 0.0), ("transport", 1.0), ("exact", 1.0)):
-        errors = [measured(Case(form, a, gamma, sigma=1.0)) for a in AVERAGES]
-        assert exponent(AVERAGES, errors) == pytest.approx(0.5, abs=0.05), form
-    floor = measured(Case("approximate", 0.0125, 0.2, sigma=1.0))
-    assert 0.19 <= floor <= 0.24
-    whole = [measured(Case("approximate", a, 1.0, sigma=1.0)) for a in AVERAGES]
-    assert whole == pytest.approx([1.0] * 3, abs=0.05)  # m is g itself
-
-
-def test_noise_of_exact_mars_grows_with_the_curvature_of_batches():
-    """At one step length: sqrt(a / 2 + step^2 / (2 a)), so that a longer memory is
-    worse below a = step.
-    """
-    case = Case("exact", 0.0125, 1.0, step=0.05, sigma=1.0)
-    assert measured(case) == pytest.approx(
-        math.sqrt(0.0125 / 2 + 0.05**2 / (2 * 0.0125)), rel=0.06
-    )
-    assert measured(case._replace(a=0.05)) < 0.75 * measured(case)
 
 
 @pytest.mark.parametrize("case", [*CURVES, *NOISE_ALONE])

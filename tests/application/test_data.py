@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 
 import numpy as np
 import pytest
@@ -68,93 +67,32 @@ def test_the_standard_library_is_found_without_tests():
     assert not any("test" in p.parts or "site-packages" in p.parts for p in found)
 
 
-def test_a_text_that_is_not_there_is_not_one_to_convert(tmp_path):
-    with pytest.raises(UserError, match="No such file .* choose another"):
-        local_text.read(tmp_path / "none.txt")
-    (tmp_path / "latin.txt").write_bytes(b"\xff")
-    with pytest.raises(UserError, match="expected UTF-8 text: convert it"):
-        local_text.read(tmp_path / "latin.txt")
-
-
-def test_prepare_twice_recognises_its_work(data, text, capsys):
-    stamp = (data / "train.bin").stat().st_mtime_ns
-    prepare.prepare("text", "bytes", data, files=[text], val_fraction=0.1)
-    assert "prepared already" in capsys.readouterr().out
-    assert (data / "train.bin").stat().st_mtime_ns == stamp
-    with pytest.raises(UserError, match="made from something else"):
-        prepare.prepare("text", "bytes", data, files=[text], val_fraction=0.2)
-    raw = text.read_text()
-    text.write_text(raw[::-1])  # of the same size
-    with pytest.raises(UserError, match="made from something else"):
-        prepare.prepare("text", "bytes", data, files=[text], val_fraction=0.1)
-    with pytest.raises(UserError, match="which is a file"):
-        prepare.prepare("text", "bytes", text, files=[text], val_fraction=0.1)
-
-
-def test_a_failed_prepare_leaves_nothing(tmp_path):
-    bad = tmp_path / "bad.txt"
-    bad.write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(UserError, match="UTF-8"):
-        prepare.prepare(
-            "text", "bytes", tmp_path / "data", files=[bad], val_fraction=0.1
-        )
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.txt"]
-
-
-def truncate(folder):
-    with (folder / "train.bin").open("r+b") as f:
-        f.truncate(100)
-
-
-def flip(folder):
-    with (folder / "train.bin").open("r+b") as f:
-        f.write(b"\x01")
-
-
-BAD_FILES = {
-    "no meta": (
-        lambda d: [(d / f).unlink() for f in ("meta.json", "train.bin", "val.bin")],
-        "got no .*meta.json",
-    ),
-    "no file": (lambda d: (d / "train.bin").unlink(), "got no .*train.bin"),
-    "truncated": (truncate, "got 100 bytes"),
-    "altered": (flip, "got checksum"),
-    "broken meta": (lambda d: (d / "meta.json").write_text("{}"), "does not read"),
-    "meta is no object": (
-        lambda d: (d / "meta.json").write_text("[1]"),
-        "does not read",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD_FILES)
-def test_damaged_files_are_refused(name, data):
-    damage, message = BAD_FILES[name]
-    damage(data)
-    with pytest.raises(UserError, match=message):
-        open_tokens(data, "train", vocab_size=257)
-
-
-def test_vocabulary_larger_than_the_models(data):
+def test_vocabularies_are_compared_and_tokenizers_known(data):
+    with pytest.raises(UserError, match="got tokenizer 'words'"):
+        tokenizer("words")
     with pytest.raises(UserError, match="got data of 257 token ids"):
         open_tokens(data, "train", vocab_size=256)
 
 
-def test_other_bad_input(tmp_path, text):
-    with pytest.raises(UserError, match="got tokenizer 'words'"):
-        tokenizer("words")
-    with pytest.raises(UserError, match="got no files"):
-        prepare.prepare("text", "bytes", tmp_path / "d", val_fraction=0.1)
-    with pytest.raises(UserError, match="got 1 file with --source python"):
-        prepare.prepare(
-            "python", "bytes", tmp_path / "d", files=[text], val_fraction=0.1
-        )
-    with pytest.raises(UserError, match="got --val-fraction 1.5"):
-        prepare.prepare("text", "bytes", tmp_path / "d", files=[text], val_fraction=1.5)
-    with pytest.raises(UserError, match="No such file"):
-        prepare.prepare(
-            "text", "bytes", tmp_path / "d", files=[tmp_path / "none"], val_fraction=0.1
-        )
+@pytest.mark.parametrize(
+    "source, options, message",
+    [
+        ("text", {}, "got no files"),
+        ("python", dict(files=["text.txt"]), "got 1 file with --source python"),
+        ("text", dict(files=["text.txt"], val_fraction=1.5), "got --val-fraction 1.5"),
+        ("text", dict(files=["none"]), "No such file .* choose another"),
+        ("text", dict(files=["latin.txt"]), "expected UTF-8 text: convert it"),
+        ("text", dict(files=["text.txt"], out="text.txt"), "which is a file"),
+    ],
+)
+def test_what_cannot_be_prepared(source, options, message, tmp_path, text):
+    (tmp_path / "latin.txt").write_bytes(b"\xff\xfe\xff")
+    before = sorted(tmp_path.iterdir())
+    files = [tmp_path / name for name in options.pop("files", [])]
+    out, given = tmp_path / options.pop("out", "out"), dict(val_fraction=0.1) | options
+    with pytest.raises(UserError, match=message):
+        prepare.prepare(source, "bytes", out, files=files, **given)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_folder_of_json_lines_is_told_from_missing_text(tmp_path, capsys):
@@ -316,9 +254,3 @@ def test_too_little_text_and_foreign_ids():
     b = Batches(tokens, rank=0, world=1, local_batch=1, seq_len=8, vocab_size=257)
     with pytest.raises(UserError, match="got token id 300"):
         b.next()
-
-
-def test_meta_is_json(data):
-    assert set(json.loads((data / "meta.json").read_text())) == {
-        "tokenizer", "vocab_size", "source", "train", "val"
-    }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.application.test_application import ROOT, command
+from tests.application.runs import ROOT
 from train.data import tokenizer_files
 from train.data.batches import Batches
 from train.data.token_files import Split
@@ -123,58 +124,6 @@ def called(monkeypatch, *args):
     evaluate.main()
 
 
-def letters(probabilities):
-    """A model that gives every token its probability, whatever stands before it.
-
-    With e = (1, -1, 1, ...), wte[t] = c_t e, wpe = K e and blocks of zeros, the last
-    LayerNorm makes e of every place (K + c_t > 0), so that the logit of t is
-    width c_t.
-    """
-    model = model_of(width=8)
-    rest = (1 - sum(probabilities.values())) / (257 - len(probabilities))
-    p = torch.full((257,), rest)
-    for letter, value in probabilities.items():
-        p[ord(letter)] = value
-    e = torch.tensor([1.0, -1.0] * 4)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.fill_(float(name == "norm.weight"))
-        model.wte.weight.copy_((p.log() / 8)[:, None] * e)
-        model.wpe.weight.copy_(100 * e.expand(128, 8))
-    return model
-
-
-def test_accuracy_is_the_one_by_hand(tmp_path, monkeypatch, capsys):
-    """p(a) = 1/2, p(b) = 1/4, p(space) = 1/16, in powers of two.
-
-    Documents 1, 2 and 4: the endings b, aaa, bb, abb have -2, -3, -4, -5 bits, so the
-    likeliest is b, and -2, -1, -2, -5/3 a letter, so by length it is aaa. Their labels
-    are b, aaa and abb: acc is right in the first alone, acc_norm in the second.
-    Document 3 has the same endings turned, label aaa: acc_norm right.
-    Document 5: aaaaaa -6 bits, bbbb -8, ab -3, "ba b" -2-1-4-2 = -9; a letter -1, -2,
-    -3/2, -9/4; label ab: acc right, acc_norm (aaaaaa) wrong.
-    Together acc 2/5, acc_norm 2/5; without the last, 1/4 and 2/4.
-    """
-    model = letters({"a": 1 / 2, "b": 1 / 4, " ": 1 / 16})
-    with torch.no_grad():
-        found = model(torch.tensor([[*b"xab", 256]]))[0].softmax(-1)
-    assert found[:, ord("a")].tolist() == pytest.approx([1 / 2] * 4, rel=1e-4)
-    assert found[:, ord("b")].tolist() == pytest.approx([1 / 4] * 4, rel=1e-4)
-    folder = exported(model, tmp_path / "letters")
-    common = ["--model", folder, "--tasks", "letters", "--include-path", TASK]
-    called(monkeypatch, *common)
-    said = capsys.readouterr().out
-    told = json.loads((folder / "evaluation.json").read_text())
-    row = told["tasks"]["results"]["letters"]
-    assert (row["acc,none"], row["acc_norm,none"]) == (2 / 5, 2 / 5)
-    assert told["tasks"]["n-samples"]["letters"] == {"original": 5, "effective": 5}
-    assert "letters                  acc          0.4000 ± 0.2449" in said
-    called(monkeypatch, *common, "--limit", 4, "--out", tmp_path / "four.json")
-    told = json.loads((tmp_path / "four.json").read_text())
-    row = told["tasks"]["results"]["letters"]
-    assert (row["acc,none"], row["acc_norm,none"]) == (1 / 4, 2 / 4)
-
-
 def hellaswag_like(folder, num_docs):
     """A task folder with documents of random words."""
     folder.mkdir()
@@ -212,7 +161,7 @@ def by_token(model, query, ending):
     return total
 
 
-def test_accuracy_is_that_of_summed_log_probabilities(tmp_path, monkeypatch):
+def test_accuracy_is_that_of_summed_log_probabilities(tmp_path, monkeypatch, capsys):
     model = scattered(inverse_layer_scale=True)
     docs = hellaswag_like(tmp_path / "task", 12)
     right = {"acc": 0, "acc_norm": 0}
@@ -224,12 +173,19 @@ def test_accuracy_is_that_of_summed_log_probabilities(tmp_path, monkeypatch):
             right[metric] += values.index(max(values)) == int(doc["label"])
     assert right["acc"] != right["acc_norm"]
     folder = exported(model, tmp_path / "model")
-    options = ["--tasks", "words", "--include-path", tmp_path / "task"]
-    called(monkeypatch, "--model", folder, *options)
-    told = json.loads((folder / "evaluation.json").read_text())
-    row = told["tasks"]["results"]["words"]
+    words = ["--model", folder, "--tasks", "words"]
+    words += ["--include-path", tmp_path / "task"]
+    called(monkeypatch, *words)
+    told = json.loads((folder / "evaluation.json").read_text())["tasks"]
+    row = told["results"]["words"]
     assert row["acc,none"] == right["acc"] / len(docs)
     assert row["acc_norm,none"] == right["acc_norm"] / len(docs)
+    assert told["n-samples"]["words"] == {"original": 12, "effective": 12}
+    shown = rf"words +acc +{right['acc'] / len(docs):.4f} ± 0\.\d+"
+    assert re.search(shown, capsys.readouterr().out)
+    called(monkeypatch, *words, "--limit", 4, "--out", tmp_path / "four.json")
+    told = json.loads((tmp_path / "four.json").read_text())["tasks"]
+    assert told["n-samples"]["words"] == {"original": 12, "effective": 4}
 
 
 @pytest.fixture
@@ -336,10 +292,3 @@ def test_arguments_are_checked(name, tmp_path, monkeypatch):
     args, message = ARGUMENTS[name]
     with pytest.raises(UserError, match=message):
         called(monkeypatch, "--model", tmp_path, *args)
-
-
-def test_the_command_fails_in_one_line(tmp_path):
-    code, _, err = command("train.evaluate", "--run", tmp_path, "--tasks", "letters")
-    assert code == 2
-    assert err.startswith(f"error: got no {tmp_path}/settings.json")
-    assert err.count("\n") == 1

@@ -6,35 +6,32 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import sys
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import tiktoken
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Trainable
 from tokenizers import models, pre_tokenizers, trainers
 
-from tests.application.test_application import ROOT, STEPS, TINY, data, run
-from tests.forks import forked
+from tests.application.made import SHAPE as SMALL
+from tests.application.made import STEP, called, refused, training
+from tests.application.runs import ROOT, STEPS, train_tiny
 from train import import_hf, sample
 from train.data import tokenizer_files
 from train.data.tokenizers import GPT2 as GPT2Tokenizer
 from train.data.tokenizers import Bytes, tokenizer
 from train.errors import UserError
 from train.export import STATE, export
-from train.files import MARK, made_whole, unfinished, write_json
+from train.export import main as export_command
 from train.gpt2 import GPT2, Shape, huggingface
 from train.runs.checkpoints import save_model, steps
 from train.runs.initial import note_shape
-from train.runs.settings import SETTINGS
+from train.runs.settings import SETTINGS, claim
 from train.runs.trained import of_run
 
 pytestmark = pytest.mark.application
-__all__ = ["data"]  # the fixture
 
 # a vocabulary padded beyond the tokenizer's 257, as the recipes pad GPT-2's
 SHAPE = Shape(num_layers=2, num_heads=3, width=24, block_size=16, vocab_size=264)
@@ -183,100 +180,6 @@ def test_auto_tokenizer_has_our_ids(name, tmp_path):
     assert again.decode([*coder.encode("a"), coder.vocab_size + 3]) == "a"
 
 
-# ---- what is refused -----------------------------------------------------------------
-
-
-def change_config(**fields):
-    def change(folder):
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | fields))
-
-    return change
-
-
-def change_tensors(**tensors):
-    def change(folder):
-        kept = load_file(folder / huggingface.WEIGHTS)
-        for name, tensor in tensors.items():
-            kept[f"transformer.{name}"] = tensor
-        kept = {n: t for n, t in kept.items() if t is not None}
-        save_file(kept, folder / huggingface.WEIGHTS)
-
-    return change
-
-
-def truncate(folder):
-    path = folder / huggingface.WEIGHTS
-    path.write_bytes(path.read_bytes()[:-10])
-
-
-REFUSED = {
-    "biases": (
-        change_tensors(**{"h.1.mlp.c_fc.bias": torch.ones(96)}),
-        "got h.1.mlp.c_fc.bias that is not zero",
-    ),
-    "a head of its own": (
-        change_tensors(**{"lm_head.weight": torch.ones(264, 24)}),
-        "got an lm_head.weight of its own",
-    ),
-    "a missing tensor": (
-        change_tensors(**{"h.0.ln_2.weight": None}),
-        r"got h.0.ln_2.weight of shape \(0,\)",
-    ),
-    "a tensor of another size": (
-        change_tensors(**{"wpe.weight": torch.ones(8, 24)}),
-        r"got wpe.weight of shape \(8, 24\)",
-    ),
-    "a deeper model": (
-        change_tensors(**{"h.2.ln_1.weight": torch.ones(24)}),
-        "got h.2.ln_1.weight in .*, which its config.json has no place for",
-    ),
-    "another architecture": (change_config(model_type="llama"), "got model_type='ll"),
-    "another model": (
-        lambda f: (f / "config.json").write_text('{"model_type": "llama"}'),
-        "got model_type='llama' in",
-    ),
-    "another activation": (
-        change_config(activation_function="relu"),
-        "got activation_function='relu'",
-    ),
-    "another epsilon": (change_config(layer_norm_epsilon=1e-6), "got layer_norm_eps"),
-    "a wider mlp": (change_config(n_inner=97), "got n_inner=97"),
-    "an untied head": (change_config(tie_word_embeddings=False), "got tie_word_emb"),
-    "no sizes": (change_config(n_layer=None), "got n_layer=None in"),
-    "heads that do not divide": (change_config(n_head=5), "got 5 heads with a width"),
-    "no weights": (
-        lambda folder: (folder / huggingface.WEIGHTS).unlink(),
-        r"model\.safetensors that does not read",
-    ),
-    "truncated weights": (truncate, r"model\.safetensors that does not read"),
-    "no config": (lambda f: (f / "config.json").unlink(), r"got no .*config\.json"),
-    "a torn config": (
-        lambda f: (f / "config.json").write_text("{"),
-        r"config\.json that does not read",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_other_folders_are_refused(name, folder):
-    change, message = REFUSED[name]
-    change(folder)
-    with pytest.raises(UserError, match=message) as caught:
-        huggingface.load(folder)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_folder_without_tokenizer(folder):
-    path = folder / "tokenizer.json"
-    path.write_text("{")
-    with pytest.raises(UserError, match="tokenizer.json that does not read"):
-        tokenizer_files.FromFolder(folder)
-    path.unlink()
-    with pytest.raises(UserError, match=r"got no .*tokenizer\.json"):
-        tokenizer_files.FromFolder(folder)
-
-
 # ---- from a run, and on --------------------------------------------------------------
 
 
@@ -284,7 +187,7 @@ def test_a_folder_without_tokenizer(folder):
 def trained(data, tmp_path_factory):
     """A run on two processes with checkpoints after steps 4 and 8; its losses."""
     folder = tmp_path_factory.mktemp("carry") / "run"
-    losses, _, _ = run(data, folder, ranks=2)
+    losses, _, _ = train_tiny(data, folder, ranks=2)
     assert steps(folder) == [4, STEPS]
     return folder, losses
 
@@ -297,24 +200,20 @@ def carried(trained, tmp_path_factory):
     return out
 
 
-def called(main, capsys, *args):
+def told(main, *args):
     """What a command prints, called in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["command", *map(str, args)])
-        main()
-    return capsys.readouterr().out
+    code, out, err = called(main, *args)
+    assert (code, err) == (0, "")
+    return out
 
 
 def test_the_export_command(trained, tmp_path):
     out = tmp_path / "hf"
-    args = ["train.export", "--run", trained[0], "--out", out, "--training-state"]
-    code, told, err = forked(*args)
-    assert (code, err) == (0, "")
-    assert f"836,864 parameters after step 8 of {trained[0]}" in told
-    assert f"--checkpoint.initial-load-path {out / STATE}" in told
-    code, _, err = forked(*args)
-    assert code == 2
-    assert re.fullmatch(r"error: got --out .*, which is not empty, .*\n", err)
+    args = (export_command, "--run", trained[0], "--out", out, "--training-state")
+    said = told(*args)
+    assert f"836,864 parameters after step 8 of {trained[0]}" in said
+    assert f"--checkpoint.initial-load-path {out / STATE}" in said
+    assert re.fullmatch(r"error: got --out .*, which is not empty, .*", refused(*args))
 
 
 def test_a_run_of_two_ranks_is_exported(trained, carried):
@@ -330,10 +229,10 @@ def test_a_run_of_two_ranks_is_exported(trained, carried):
         assert torch.allclose(*logits, rtol=0, atol=1e-5) is same
 
 
-def test_sample_from_either_format(trained, carried, capsys):
+def test_sample_from_either_format(trained, carried):
     options = ["--prompt", "import ", "--tokens", 30]
     found = [
-        called(sample.main, capsys, *place, *options)
+        told(sample.main, *place, *options)
         for place in (
             ["--run", trained[0], "--step", 4],
             ["--model", carried],
@@ -342,21 +241,19 @@ def test_sample_from_either_format(trained, carried, capsys):
     ]
     assert found[0] == found[1] != found[2]
     assert found[0].startswith("import ")
-    with pytest.raises(UserError, match="got --step 4 with --model"):
-        called(sample.main, capsys, "--model", carried, "--step", 4)
+    said = refused(sample.main, "--model", carried, "--step", 4)
+    assert "got --step 4 with --model" in said
 
 
-def test_training_goes_on_from_imported_weights(
-    data, trained, carried, tmp_path, capsys
-):
+def test_training_goes_on_from_imported_weights(data, trained, carried, tmp_path):
     """As from the run's own, with a new optimizer: to the last printed digit."""
     imported = tmp_path / "im ported"
-    told = called(import_hf.main, capsys, "--model", carried, "--out", imported)
-    assert f"--checkpoint.initial-load-path '{imported}'" in told
-    assert f"{carried / STATE} holds the optimizer's state" in told
+    said = told(import_hf.main, "--model", carried, "--out", imported)
+    assert f"--checkpoint.initial-load-path '{imported}'" in said
+    assert f"{carried / STATE} holds the optimizer's state" in said
     own = trained[0] / "checkpoint" / "step-4"
     losses = [
-        run(data, tmp_path / place.name, "--checkpoint.initial-load-path", place,
+        train_tiny(data, tmp_path / place.name, "--checkpoint.initial-load-path", place,
             steps=3)[0]
         for place in (imported, own)
     ]  # fmt: skip
@@ -367,7 +264,7 @@ def test_training_goes_on_from_imported_weights(
 
 def test_training_goes_on_from_an_exported_state(data, trained, carried, tmp_path):
     """As if it had never been carried away: on another number of ranks, elsewhere."""
-    losses, _, _ = run(
+    losses, _, _ = train_tiny(
         data,
         tmp_path / "on",
         "--checkpoint.initial-load-path",
@@ -375,69 +272,6 @@ def test_training_goes_on_from_an_exported_state(data, trained, carried, tmp_pat
         "--checkpoint.no-initial-load-model-only",
     )
     assert losses == {step: trained[1][step] for step in range(5, STEPS + 1)}
-
-
-@pytest.fixture
-def copied(trained, tmp_path):
-    """The run's folder, to be damaged."""
-    return shutil.copytree(trained[0], tmp_path / "copied")
-
-
-def lose_index(folder):
-    (folder / "checkpoint/step-8/.metadata").unlink()
-
-
-def cut(folder):
-    lose_index(folder)
-    (folder / "checkpoint/step-8/SHA256SUMS").unlink()
-
-
-def shorten(folder):
-    for file in (folder / "checkpoint/step-8").glob("__1*.distcp"):
-        file.write_bytes(file.read_bytes()[:-100])
-
-
-def lose(folder):
-    for file in (folder / "checkpoint/step-8").glob("__0*.distcp"):
-        file.unlink()
-
-
-def tear(folder):
-    path = folder / "checkpoint/step-8/.metadata"
-    path.write_bytes(path.read_bytes()[:100])
-
-
-def describe_as(**changes):
-    def change(folder):
-        path = folder / SETTINGS
-        found = json.loads(path.read_text())
-        found["model_spec.model"]["shape"] |= changes
-        path.write_text(json.dumps(found))
-
-    return change
-
-
-PARTIAL = {
-    "a lost index": (lose_index, r"step-8, which has lost its \.metadata \(SHA256SUMS"),
-    "cut off": (cut, r"step-8, which has no \.metadata: its saving was cut off"),
-    "shortened": (shorten, r"distcp is missing or shorter than its \.metadata says"),
-    "a lost file": (lose, r"__0_0\.distcp is missing or shorter"),
-    "torn": (tear, r"\.metadata that does not read"),
-    "wider": (describe_as(width=256), "it is of another model"),
-    "deeper": (describe_as(num_layers=5), r"layers.4.attn_in.weight of shape None"),
-    "shallower": (describe_as(num_layers=3), r"layers.3.*expected None: it is of ano"),
-    "no such step": (lambda folder: shutil.rmtree(folder / "checkpoint/step-8"),
-                     r"got --step 8, expected one of the complete checkpoints \[4\]"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PARTIAL)
-def test_a_partial_checkpoint_is_not_exported(name, copied):
-    damage, message = PARTIAL[name]
-    damage(copied)
-    with pytest.raises(UserError, match=message) as caught:
-        of_run(copied, 8)
-    assert "\n" not in str(caught.value)
 
 
 def test_an_export_is_made_whole(trained, tmp_path, monkeypatch):
@@ -459,17 +293,6 @@ def test_an_export_is_made_whole(trained, tmp_path, monkeypatch):
         export(found, tmp_path / "out" / "config.json")
 
 
-def test_a_killed_call_leaves_nothing_behind(tmp_path):
-    out = tmp_path / "out"
-    (unfinished(out) / "made").mkdir(parents=True)
-    (unfinished(out) / "made" / "half").touch()
-    write_json(unfinished(out) / "plan.json", MARK)
-    with made_whole(out) as draft:
-        (draft / "whole").touch()
-    assert [path.name for path in out.iterdir()] == ["whole"]
-    assert list(tmp_path.iterdir()) == [out]
-
-
 def test_weights_alone_where_the_vocabulary_cannot_be_had(trained, tmp_path):
     def none():
         raise UserError("got no vocabulary")
@@ -479,52 +302,27 @@ def test_weights_alone_where_the_vocabulary_cannot_be_had(trained, tmp_path):
         export(found, tmp_path / "out")
 
 
-def started(data, folder, path, *options):
-    """The error of a run that starts from ``path``."""
-    from train.engine.launch import parse
-    from train.engine.resolve import resolve
+def test_initial_weights_are_checked(place):
+    def told(path, folder="out", **more):
+        given = dict(initial_load_path=str(path)) | more
+        return refused(lambda: claim(training(place, folder, **given)))
 
-    args = [*TINY, "--dataloader.dataset-path", data, "--dump-folder", folder,
-            "--checkpoint.initial-load-path", path, *options]  # fmt: skip
-    config = parse(["--config", "tiny_mars_adamw", *map(str, args)])
-    with pytest.raises(UserError) as caught:
-        resolve(config, world=1)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def test_initial_weights_are_checked(data, trained, carried, tmp_path):
-    shape = of_run(trained[0], 4).model.shape
-    other = tmp_path / "other"
-    save_model(GPT2(Shape(**{**vars(shape), "width": 64})), other)
-    assert "it is of another model" in started(data, tmp_path / "run", other)
+    whole = dict(initial_load_model_only=False)
+    other = place / "other"
+    save_model(GPT2(replace(SMALL, width=16)), other)
+    assert "it is of another model" in told(other)
     # heads and scale do not show in the sizes
-    heads = tmp_path / "heads"
-    save_model(GPT2(shape), heads)
-    note_shape(heads, Shape(**{**vars(shape), "num_heads": 8}))
-    assert "num_heads=8" in started(data, tmp_path / "run", heads)
-    assert "without .metadata" in started(data, tmp_path / "run", tmp_path / "none")
-    note_shape(heads, shape)
-    whole = "--checkpoint.no-initial-load-model-only"
-    told = started(data, tmp_path / "run", heads, whole)
-    assert "expected a run's whole checkpoint" in told
-    told = started(data, tmp_path / "run", carried / STATE, whole, "--optimizer.lr", 1)
-    assert re.search(r"got optimizer.lr=1.* where it has 0.006", told)
-    hf = "--checkpoint.initial-load-in-hf"
-    assert "initial_load_in_hf=True" in started(data, tmp_path / "run", carried, hf)
-
-
-def test_the_weights_of_a_begun_run_are_its_own(data, trained, tmp_path):
-    """Another start for a run that has begun is told, not ignored."""
-    from train.engine.launch import parse
-    from train.engine.resolve import resolve
-    from train.runs.settings import claim
-
-    args = [
-        *TINY, "--training.steps", STEPS, "--dataloader.dataset-path", data,
-        "--dump-folder", trained[0], "--checkpoint.initial-load-path", tmp_path,
-    ]  # fmt: skip
-    config = parse(["--config", "tiny_mars_adamw", *map(str, args)])
-    resolve(config, world=1)
-    with pytest.raises(UserError, match="got initial_load_path='.*' where it has None"):
-        claim(config)
+    heads = place / "heads"
+    save_model(GPT2(SMALL), heads)
+    note_shape(heads, replace(SMALL, num_heads=4))
+    assert "num_heads=4" in told(heads)
+    assert "without .metadata" in told(place / "none")
+    note_shape(heads, SMALL)
+    assert "expected a run's whole checkpoint" in told(heads, **whole)
+    assert "initial_load_in_hf=True" in told(place / "hf", initial_load_in_hf=True)
+    # of another recipe, and by a run that has begun, for which there is no other start
+    known = json.loads((place / "run" / SETTINGS).read_text()) | {"optimizer.lr": 1.0}
+    (place / "run" / SETTINGS).write_text(json.dumps(known))
+    said = told(place / STEP, **whole)
+    assert re.search(r"got optimizer.lr=0.006 where it has 1", said)
+    assert "got initial_load_path='" in told(heads, "run")

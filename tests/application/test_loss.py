@@ -1,4 +1,6 @@
-"""The gradient as a sum over micro-steps: the MARS scripts' loop, on any ranks."""
+"""The gradient as a sum over micro-steps, on any ranks; test_parity.py has the MARS
+scripts' loop.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import configs
-from marsopt import MARS
 from tests.forks import forked
 from tests.trainers import losses, train_all
 from train import prepare
-from train.data.batches import Batches
-from train.data.tokens import open_tokens
-from train.engine.schedule import cosine
 from train.engine.titan import CompileConfig
 from train.engine.titan_model import SummedLoss
-from train.gpt2 import GPT2
 
 SUMMED, STEPS, SEQ, BATCH, MICRO = 2, 6, 32, 8, 4
 MAX_NORM = 6.0  # above the norm of the first mean gradients, below that of their sums
@@ -46,7 +42,6 @@ JOBS = {
         "--optimizer.eps", 1e-8 / SUMMED,
     ],
     "sum, whole batch at once": [*SUM, "--training.local-batch-size", BATCH],
-    "exact sum": [*SUM, "--optimizer.correction=exact"],
 }  # fmt: skip
 
 
@@ -87,61 +82,6 @@ def shown(printed, label: str) -> list[float]:
     found = losses(printed[label])
     assert sorted(found) == list(range(1, STEPS + 1)), printed[label]
     return list(found.values())
-
-
-def the_authors_loop(data, is_exact: bool) -> list[float]:
-    """loss.backward() of each micro-batch, then the clip: nothing is divided by the
-    number of micro-batches (MARS/train_mars.py).
-    """
-    config = configs.tiny_mars_adamw()
-    model = GPT2(config.model_spec.model.shape)
-    model.init_weights(seed=0)
-    named = dict(model.named_parameters())
-    embeddings = [named.pop("wte.weight"), named.pop("wpe.weight")]
-    optimizer = MARS(
-        [
-            {"params": list(named.values())},
-            {"params": embeddings, "weight_decay": 0.0},
-        ],
-        lr=6e-3,
-        lr_1d=3e-3,
-        weight_decay=0.01,
-        is_approx=not is_exact,
-        compile=False,
-    )
-    tokens, _ = open_tokens(data, "train", vocab_size=257)
-    kw = dict(rank=0, world=1, local_batch=BATCH, seq_len=SEQ, vocab_size=257)
-    stream = Batches(tokens, **kw)
-    batches = [stream.next() for _ in range(STEPS + 1)]
-
-    def gradient(batch):
-        optimizer.zero_grad()
-        means = []
-        for inputs, labels in zip(*(part.split(MICRO) for part in batch), strict=True):
-            loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
-            loss.backward()
-            means.append(loss.item())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        return sum(means) / len(means)
-
-    trained = []
-    for t in range(STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = 6e-3 * cosine(t, warmup=2, total=STEPS, floor=0.1)
-        if is_exact:
-            gradient(batches[t + 1])
-            optimizer.update_previous_grad()
-        trained.append(gradient(batches[t]))
-        optimizer.step()
-        optimizer.update_last_grad()
-    return trained
-
-
-@pytest.mark.application
-@pytest.mark.parametrize("is_exact", [False, True], ids=["approximate", "exact"])
-def test_the_sum_is_the_authors_loop(printed, data, is_exact):
-    got = shown(printed, "exact sum" if is_exact else "sum")
-    assert got == pytest.approx(the_authors_loop(data, is_exact), abs=2e-5)
 
 
 @pytest.mark.application

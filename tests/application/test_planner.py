@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 
 import pytest
@@ -12,13 +11,12 @@ import torch
 from marsopt import NewtonSchulz
 from marsopt.parallel.placement import shard_sizes
 from marsopt.parallel.planner import Matrix, assign, cost, plan
-from tests.forks import forked
-from train import errors
-from train.forecast import Hardware, Job, forecast, models, tables
+from tests.application.made import called, refused
+from train.forecast import Hardware, Job, forecast, tables
+from train.forecast import step as forecast_step
 from train.plan import duration, job_of, main
 
 NS = NewtonSchulz().on("cuda")
-LOADING = "loading torch and the forecast\n"  # before that takes seconds
 BLOCK = [(3840, 1280), (1280, 1280), (5120, 1280), (1280, 5120)]
 LARGE = [Matrix(r, c, 0) for r, c in BLOCK * 36]
 
@@ -110,25 +108,6 @@ def test_shard_sizes_are_those_of_torch(size, ranks):
     assert shard_sizes(size, ranks) == want
 
 
-def test_state_is_what_the_optimizer_keeps():
-    """The forecast's bytes per GPU on one rank are those of MARS's own state."""
-    from marsopt import MARS
-
-    shapes = {"a": (12, 8), "b": (8, 12), "c": (8,)}
-    for mars_type in ("mars-adamw", "mars-shampoo", "mars-m", "muon", "adamw"):
-        job = Job(shapes, mars_type, tokens=1, flops_per_token=1)
-        params = [torch.nn.Parameter(torch.zeros(s)) for s in shapes.values()]
-        kw = {} if mars_type == "adamw" else {"optimize_1d": False}
-        optimizer = MARS(params, mars_type=mars_type, compile=False, **kw)
-        kept = sum(
-            v.numel() * v.element_size()
-            for s in optimizer.state.values()
-            for k, v in s.items()
-            if k != "step"
-        )
-        assert forecast(job, 1).memory.state == kept, mars_type
-
-
 def test_matrices_beside_the_rule_have_adamws_state():
     """12 x 8 and 8: AdamW's two buffers; 8 x 12: one momentum."""
     shapes = {"wte.weight": (12, 8), "b": (8, 12), "c": (8,)}
@@ -167,18 +146,25 @@ def test_the_jobs_of_recipes():
         assert not {"wte.weight", "wpe.weight"} & job.matrices().keys()
 
 
-def test_the_command(tmp_path):
+def planned(*words):
+    """What the command prints, called in this process."""
+    code, out, err = called(main, *words)
+    assert (code, err) == (0, "")
+    return out
+
+
+def test_a_sweep_over_numbers_of_gpus(tmp_path, monkeypatch):
+    assert [*forecast_step.SWEEP] == [2**i for i in range(13)]
+    monkeypatch.setattr(forecast_step, "SWEEP", (1, 2, 8))  # thousands take a while
     picture = tmp_path / "sweep.png"
-    sweep = ("--config", "tiny_mars_shampoo", "--sweep", "--picture", picture)
-    code, out, err = forked("train.plan", *sweep)
-    assert (code, err) == (0, LOADING)
-    assert [int(line.split()[0]) for line in out.splitlines()[2:-3]] == [
-        2**i for i in range(13)
-    ]
+    out = planned("--config", "tiny_mars_shampoo", "--sweep", "--picture", picture)
+    assert [int(line.split()[0]) for line in out.splitlines()[2:-3]] == [1, 2, 8]
     assert "Times are a model. Each GPU sends 400 Gbit/s" in out
     assert picture.stat().st_size > 10_000
-    every = ("--config", "small_mars_shampoo", "--ranks", "4", "--all")
-    code, out, _ = forked("train.plan", *every)
+
+
+def test_the_plan_of_a_recipe():
+    out = planned("--config", "small_mars_shampoo", "--ranks", "4", "--all")
     assert out.count("rank ") >= 48
     assert " GiB with activation-checkpoint:full (15 x 1,024 tokens in bf16" in out
     assert re.search(r"^batch +491,520 tokens a step, over all GPUs$", out, re.M)
@@ -188,11 +174,6 @@ def test_the_command(tmp_path):
     step = float(seconds) + float(own) / 1e3
     assert float(speed.replace(",", "")) * step == pytest.approx(491_520, rel=2e-3)
     assert "multiplies at 400 TFLOP/s in\n  Newton-Schulz and 40% of that" in out
-    code, _, err = forked("train.plan", "--config", "none")
-    assert code == 2
-    assert err.startswith(f"{LOADING}error: got --config none")
-    zero = ("--config", "small_mars_shampoo", "--ranks", "0")
-    assert forked("train.plan", *zero)[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -204,32 +185,24 @@ def test_times_are_readable(seconds, said):
 
 
 def test_replicas_are_said_where_they_change_what_is_counted():
-    job, hardware = models.jobs("gpt2-small", ["muon"])[0], Hardware()
+    job, hardware = job_of("tiny_muon"), Hardware()
     for ranks, every in (([16], True), ([8, 16], False)):
         said = tables.report(
-            "gpt2-small", [job], ranks, every=every, replicas=8, hardware=hardware
+            "tiny_muon", [job], ranks, every=every, replicas=8, hardware=hardware
         )
         assert "8 replicas of HSDP" in said
 
 
-def test_the_command_compares_rules_on_a_model():
-    rules = ("adamw", "mars-adamw-exact", "mars-m")
-    sizes = ("--rules", *rules, "--ranks", "1", "--ranks", "64")
-    code, out, err = forked("train.plan", "--model", "llama-7b", *sizes)
-    assert (code, err) == (0, LOADING)
-    assert out.startswith("llama-7b: 6,738,415,616 parameters, 4,194,304 tokens a step")
-    alone = [line.split() for line in out.splitlines() if " 1  25.10 " in line]
-    assert [line[0] for line in alone] == [*rules]
-    assert [line[8] for line in alone] == ["1,123.69", "2,247.38", "1,123.69"]
-    for told in (
-        "Counted:",
-        "1 x 4,096 tokens in bf16",
-        "Model:",
-        "float32",
-        "bf16",
-        "No network was\n  measured",
-    ):
-        assert told in out
+def test_rules_are_compared_on_a_model():
+    rules = ("adamw", "mars-adamw-exact")
+    out = planned("--model", "gpt2-small", "--rules", *rules, "--ranks", "1")
+    assert out.startswith("gpt2-small: 124,373,760 parameters, 491,520 tokens a step")
+    rows = [line.split() for line in out.splitlines()]
+    shown = {row[0]: row for row in rows if row and row[0] in rules}
+    seconds = [float(shown[rule][8].replace(",", "")) for rule in rules]
+    assert seconds[1] == pytest.approx(2 * seconds[0], rel=1e-2)
+    assert all(word in out for word in ("Counted:", "Model:", "float32", "bf16"))
+    assert "No network was\n  measured" in out
 
 
 @pytest.mark.parametrize(
@@ -238,10 +211,13 @@ def test_the_command_compares_rules_on_a_model():
         (("--model", "llama"), "got model llama, expected one of gpt2-small"),
         (("--model", ""), "got model , expected one of gpt2-small"),
         (("--model", "gpt2-xl", "--rules", "sgd"), "got rule sgd, expected one of"),
+        (("--model", "gpt2-xl", "--rules", "adamw-exact"), "got rule adamw-exact, ex"),
         (("--model", "gpt2-xl", "--sweep"), "got 5 rules, expected one"),
         (("--model", "gpt2-xl", "--all"), "got 5 rules, expected one"),
         (("--model", "gpt2-xl", "--tokens", "0"), "got --tokens 0, expected at least"),
         (("--model", "gpt2-xl", "--ranks", "8", "0"), "got --ranks 0, expected at"),
+        (("--config", "none"), "got --config none, expected one"),
+        (("--config", "tiny_muon", "--ranks", "0"), "got --ranks 0, expected at"),
         (("--config", "tiny_muon", "--rules", "muon"), "got --rules or --tokens with"),
         (("--config", "tiny_muon", "--replicas", "3"), "got 8 ranks and 3 replicas"),
         (("--config", "tiny_muon", "--sweep", "--all"), "got --ranks or --all with"),
@@ -249,10 +225,5 @@ def test_the_command_compares_rules_on_a_model():
         (("--model", "gpt2-xl", "--replicas", "0"), "got --replicas 0, expected at"),
     ],
 )
-def test_what_cannot_be_planned(args, told, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["plan", *args])
-    with pytest.raises(SystemExit) as ended:
-        errors.command(main)
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {told}")
+def test_what_cannot_be_planned(args, told):
+    assert refused(main, *args).startswith(f"error: {told}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import random
 import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -198,68 +198,49 @@ def test_putting_in_order_goes_on_from_any_length(tmp_path, monkeypatch):
 
 
 def children(pid):
-    try:
-        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def is_running(pid):
-    try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        )
-    except OSError:
-        return False
+    with suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "source, kills, processes", [("openwebtext", 2, "2"), ("fineweb-edu", 1, "1")]
-)
-def test_killed_at_random_moments(tmp_path, source, kills, processes):
-    """SIGKILL, several times, wherever it hits; no process is left over either."""
-    corpus = write_corpus(tmp_path / "corpus", documents(4000, seed=1))
+def test_killed_at_a_random_moment(tmp_path):
+    """SIGKILL, wherever it hits; no process is left over either."""
+    corpus = write_corpus(tmp_path / "corpus", documents(2000, seed=1))
     whole, out = tmp_path / "whole", tmp_path / "out"
-    meta = make(source, corpus, whole, shard_tokens=2000)
-    num_shards = (meta.train.tokens + meta.val.tokens) // 2000
-    command = [
-        *(sys.executable, "-m", "train.prepare", "--source", source, "--out", out),
-        *("--dataset", corpus, "--tokenizer", "bytes", "--processes", processes),
-        *("--shard-tokens", "2000"),
-        *(("--val-fraction", "0.1") if source == "openwebtext" else ()),
-    ]
-    env = {**os.environ, "USE_TORCH": "0"}  # or datasets imports it: a second each time
+    make("openwebtext", corpus, whole, shard_tokens=2000)
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "train.prepare", "--source", "openwebtext"),
+            *("--dataset", corpus, "--tokenizer", "bytes", "--processes", "2"),
+            *("--shard-tokens", "2000", "--val-fraction", "0.1", "--out", out),
+        ],
+        cwd=ROOT,
+        # or datasets imports it: a second
+        env={**os.environ, "USE_TORCH": "0"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     ledger = unfinished(out) / "ledger.json"
-
-    def written():
-        return len(json.loads(ledger.read_text())["shards"]) if ledger.exists() else 0
-
-    draw, stages = random.Random(5), []
     # by what is done, not by the clock: the machine may be busy
-    for target in sorted(draw.sample(range(1, num_shards * 2 // 3), kills)):
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        while process.poll() is None and written() < target:
-            time.sleep(0.001)
-        time.sleep(draw.uniform(0, 0.01))
-        young = children(process.pid)
+    while not ledger.exists() or len(json.loads(ledger.read_text())["shards"]) < 9:
         assert process.poll() is None, "ended before it was killed"
-        process.kill()
-        process.wait()
-        stages.append(written())
-        deadline = time.monotonic() + 20
-        while any(map(is_running, young)):
-            assert time.monotonic() < deadline, "tokenizing processes were left over"
-            time.sleep(0.01)
-    assert sorted(set(stages)) == stages, "each went on from where the last one was"
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+        time.sleep(0.001)
+    young = children(process.pid)
+    process.kill()
+    process.wait()
+    assert len(young) >= 2
+    deadline = time.monotonic() + 20
+    while any(map(is_running, young)):
+        assert time.monotonic() < deadline, "tokenizing processes were left over"
+        time.sleep(0.01)
+    assert ledger.exists()
+    make("openwebtext", corpus, out, shard_tokens=2000)
     assert contents(out) == contents(whole)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus", "out", "whole"]
 
@@ -318,8 +299,7 @@ def test_prepared_data_is_recognised(tmp_path, corpus, capsys):
 # ---- bad input -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", STREAMED)
-@pytest.mark.parametrize("offline", ["1", ""])
+@pytest.mark.parametrize("source, offline", [("openwebtext", "1"), ("fineweb-edu", "")])
 def test_no_way_to_the_hub_is_one_quick_line(tmp_path, source, offline):
     """An endpoint that nobody serves, in place of a network that is down."""
     began = time.monotonic()

@@ -290,7 +290,7 @@ def test_a_recipe_is_a_new_value_each_time():
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8, 16, 32])
-@pytest.mark.parametrize("name", [n for n in FROZEN if not n.startswith("tiny")])
+@pytest.mark.parametrize("name", [f"{n}_moonlight" for n in [*SIZES][1:]])
 def test_published_batches_divide_on_the_usual_numbers_of_gpus(name, world):
     """All checks pass up to the data, which is looked for last."""
     config = getattr(configs, name)()

@@ -191,32 +191,37 @@ def test_a_comparison_deletes_the_run_s_own_checkpoints_alone(run, tmp_path):
     assert contents(folder) == run[2]
 
 
-def test_a_checkpoint_that_was_cut_off_is_no_step(tmp_path):
-    for name in ("step-2", "step-4", "step-6.bak"):
-        (tmp_path / "checkpoint" / name).mkdir(parents=True)
-    (tmp_path / "checkpoint" / "step-2" / ".metadata").touch()
-    (tmp_path / "checkpoint" / "step-6.bak" / ".metadata").touch()
-    assert steps(tmp_path) == [2]
-    with pytest.raises(UserError, match=r"step-4, which has no \.metadata"):
-        checkpoint(tmp_path, 4)
+INDEX = ".metadata"
+# what lies in folders of checkpoints, which of them are steps, and what is said of one
+# that is none; of an older one without an index the deletion was cut off
+CUT_OFF = {
+    "saving": (
+        {"step-2": (INDEX,), "step-4": (), "step-6.bak": (INDEX,)},
+        [2], 4, r"step-4, which has no \.metadata",
+    ),
+    "deletion": (
+        {"step-2": (SUMS,), "step-4": (SUMS, INDEX), "step-6": (SUMS,), "step-8": ()},
+        [4, 6], 2, r"step-2, which has lost its \.metadata \(",
+    ),
+}  # fmt: skip
 
 
-def test_a_checkpoint_that_lost_its_index_is_a_step_if_none_is_newer(tmp_path):
-    """Of an older one the deletion was cut off."""
-    for name in ("step-2", "step-4", "step-6", "step-8"):
+@pytest.mark.parametrize("what", CUT_OFF)
+def test_a_checkpoint_that_was_cut_off_is_no_step(what, tmp_path):
+    folders, complete, step, message = CUT_OFF[what]
+    for name, files in folders.items():
         (tmp_path / "checkpoint" / name).mkdir(parents=True)
-    for name in ("step-2", "step-4", "step-6"):
-        (tmp_path / "checkpoint" / name / SUMS).touch()
-    (tmp_path / "checkpoint" / "step-4" / ".metadata").touch()
-    assert steps(tmp_path) == [4, 6]
-    with pytest.raises(UserError, match=r"step-2, which has lost its \.metadata \("):
-        checkpoint(tmp_path, 2)
+        for file in files:
+            (tmp_path / "checkpoint" / name / file).touch()
+    assert steps(tmp_path) == complete
+    with pytest.raises(UserError, match=message):
+        checkpoint(tmp_path, step)
 
 
 def test_a_deletion_that_is_cut_off_leaves_no_damage(tmp_path, monkeypatch):
     path = tmp_path / "checkpoint" / "step-4"
     path.mkdir(parents=True)
-    for name in (SUMS, ".metadata", "__0_0.distcp"):
+    for name in (SUMS, INDEX, "__0_0.distcp"):
         (path / name).touch()
     monkeypatch.setattr(shutil, "rmtree", lambda path: None)
     delete(path)
