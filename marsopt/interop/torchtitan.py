@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from marsopt import MARS
 from marsopt.functional.routing import all_hyperparameters, of_adamw
-from marsopt.models.roles import NAMES
+from marsopt.models.names import NAMES
 from marsopt.parallel.collectives import over_meshes
 from marsopt.rules import checks
 from marsopt.rules.hyperparameters import check_names

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from marsopt.functional.binding import check_unflattened
 from marsopt.functional.routing import of_rest
-from marsopt.models.roles import TABLES, roles, splits_of
+from marsopt.models.names import TABLES
+from marsopt.models.roles import roles, splits_of
 from marsopt.rules import checks
 from marsopt.rules.checks import Number, Weight
 from marsopt.rules.matrices import Matrices
@@ -45,7 +46,7 @@ def param_groups(
     them), routers of experts, output heads; and vectors: norms, biases, whatever else
     is no matrix. Heads are layers that the model declares (transformers'
     ``get_output_embeddings()``, timm's ``get_classifier()``) and layers with the name
-    of a head (the table in marsopt/models/heads.py). ``logging`` at DEBUG lists the
+    of a head (the table in marsopt/models/names.py). ``logging`` at DEBUG lists the
     names of each group. The rules and their numbers:
 
     - "moonlight", "mars-m", "normuon", "mars-normuon": AdamW, at ``lr`` and

@@ -42,6 +42,7 @@ from marsopt.optim.state_dict import (
     under_loaded,
 )
 from marsopt.optim.statistics import LastStep
+from marsopt.optim.summary import summary
 from marsopt.rules import checks
 from marsopt.rules.registry import correction_named
 
@@ -243,20 +244,9 @@ class LayoutOptimizer(Optimizer):
         )
 
     def __repr__(self) -> str:
-        kind, correction = self._options["correction"], None
-        if self._layout is not None:
-            corrected = (b.algorithm.correction for b in self._layout.buckets)
-            correction = kind if any(c is not None for c in corrected) else None
         head, _, groups = super().__repr__().partition("\n")
-        return "\n".join(
-            [
-                head,
-                f"    correction: {correction}",
-                f"    max_norm: {self.max_norm}",
-                f"    collectives: {self._options['collectives']!r}",
-                groups,
-            ]
-        )
+        lines = summary(self.param_groups, self._options)
+        return "\n".join([head, *(f"    {line}" for line in lines), groups])
 
     # ---- state ---------------------------------------------------------------------
 

@@ -24,8 +24,9 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 import marsopt
 from configs.published import LR, ONE_RATE, RULES, SIZES
 from marsopt import MARS, REGISTRY, param_groups
-from marsopt.models import heads
-from marsopt.models.roles import by_name, roles
+from marsopt.models import names
+from marsopt.models.names import by_name
+from marsopt.models.roles import roles
 from tests.library.test_hyperparameters import DRAWN
 from train.gpt2 import GPT2, Shape
 
@@ -367,8 +368,8 @@ WRAPPED = st.lists(
 ).map("".join)
 INSIDE = st.sampled_from(["", "encoder.", "decoder."])
 NUMBERED = st.sampled_from(["layers.0.", "decoder.0.", "h.11.", "decoder.layers.3."])
-ANYWHERE = modules("|".join(heads.ANYWHERE))
-OUTSIDE_BLOCKS = modules("|".join(heads.OUTSIDE_BLOCKS))
+ANYWHERE = modules("|".join(names.HEADS))
+OUTSIDE_BLOCKS = modules("|".join(names.LIKE_HEADS))
 HEADS = st.tuples(INSIDE, OUTSIDE_BLOCKS) | st.tuples(INSIDE | NUMBERED, ANYWHERE)
 # in a block; or a part of a head, or a layer before it
 ONLY_LIKE_HEADS = (
