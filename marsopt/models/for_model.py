@@ -103,6 +103,8 @@ def for_model(
             "move all of it"
         )
     optimizer = MARS(groups, lr=rate, mars_type=mars_type, **whole)
+    numbers = optimizer._ids()
+    optimizer._order = [numbers[p] for p in model.parameters()]
     shown = str(optimizer).partition("\nParameter Group")[0].splitlines()[1:]
     line = "; ".join(text.strip() for text in shown)
     log.info("marsopt.for_model: %s%s", line, source)
