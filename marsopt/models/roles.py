@@ -25,10 +25,10 @@ def roles(model: nn.Module) -> Iterator[tuple[str, Tensor, Role]]:
     ``marsopt.param_groups`` explains the roles. A tensor that is an embedding in
     one place is one in all of them (a tied head).
     """
-    by_id: dict[int, list[Place]] = {}
-    for place in places(model):
+    by_id, every = dict[int, list[Place]](), list(places(model))
+    for place in every:
         by_id.setdefault(id(place.tensor), []).append(place)
-    known = _Known(model, list(by_id.values()))
+    known = _Known(model, every)
     for uses in by_id.values():
         yield uses[0].name, uses[0].tensor, _role(uses, known)
 
@@ -36,8 +36,7 @@ def roles(model: nn.Module) -> Iterator[tuple[str, Tensor, Role]]:
 class _Known:
     """Facts about a model before its parameters have roles."""
 
-    def __init__(self, model: nn.Module, uses: Sequence[Sequence[Place]]) -> None:
-        every = [place for places in uses for place in places]
+    def __init__(self, model: nn.Module, every: Sequence[Place]) -> None:
         tables = [p for p in every if p.is_embedding]
         weights = [p for p in every if _is_weight(p)]
         rows = ((p.tensor.shape[0], p.tensor.shape[-1]) for p in tables)
@@ -47,12 +46,13 @@ class _Known:
         self.vocabularies = {num for num, width in rows if num > width}
         self.last = weights[-1].plain if weights else ""
         self.last_outputs = _outputs(weights[-1]) if weights else 0
-        # what matrices take; a gated unit takes two halves
-        self.inputs = {n * k for p in weights for n in _inputs(p) for k in (1, 2)}
+        # what matrices take; a gated unit takes two halves; depthwise kernels take 1
+        taken = {n for p in weights for n in _inputs(p) if n > 1}
+        self.inputs = taken | {2 * n for n in taken}
+        sure = self.declared_heads | {id(p.tensor) for p in tables}  # tied
         self.has_head = any(
-            id(p.tensor) in self.declared_heads or self.is_surely_head(p)
-            for p in weights
-        ) or any({p.is_embedding for p in places} == {True, False} for places in uses)
+            id(p.tensor) in sure or self.is_surely_head(p) for p in weights
+        )
 
     def is_surely_head(self, place: Place) -> bool:
         """Return whether a weight's name, with its vocabulary, says that it is a head."""

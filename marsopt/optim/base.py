@@ -77,7 +77,7 @@ class LayoutOptimizer(Optimizer):
         self._loading: dict[str, Any] | None = None  # inside load_state_dict
         self._grad_norm: Tensor | None = None
         self._last: LastStep | None = None
-        self._skipped = torch.zeros((), dtype=torch.int64)
+        self._skipped = torch.zeros((), dtype=torch.int64, device="cpu")
         self._start_protocol()
         self._agreed = False  # whether all ranks were found to hold the same options
         check_no_module(params)

@@ -113,7 +113,7 @@ def under_loaded(
         if isinstance(key, Tensor):
             kept = entry_of_mars(present.get(key, {}))
             foreign = {k: v for k, v in entry.items() if not _is_of_mars(k)}
-            state[key] = {"step": torch.zeros(()), **kept, **foreign}
+            state[key] = {"step": torch.zeros((), device="cpu"), **kept, **foreign}
         else:
             state[key] = entry
     return state
