@@ -43,6 +43,7 @@ from marsopt.rules.registry import FOLLOWED, correction_named, named, resolve
 AUTHORS_STRUCTURE = frozenset({"mars_type", "amsgrad", "epsilon_hat"})
 # The keys that a group may give when it is added, and does not keep (``split_group``).
 OF_REST = frozenset(table(Rest))
+WHOLE = frozenset(n for n, line in all_hyperparameters().items() if line.is_whole)
 
 
 def label(groups: Sequence[Mapping[str, Any]], number: int, index: int) -> str:
@@ -335,8 +336,10 @@ def structure(group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
 
     Raises:
         ValueError: a hyperparameter that is no number is a tensor; an option that a
-            group has only until it is added.
+            group has only until it is added, or that is the whole optimizer's.
     """
+    if not WHOLE.isdisjoint(group):
+        _check_options(group, options)
     if not OF_REST.isdisjoint(group):
         raise ValueError(
             f"got {sorted(OF_REST & group.keys())} in a param group, expected them "
