@@ -39,9 +39,10 @@ LIKE_HEADS = {
     # head, mlp_head.1, classification_head.out_proj, ctc_head, classifier.6,
     # classifier.out_proj, classifier_distill.linear; pre_classifier is hidden
     r"(?![^.]*(att|multi|pre_))([^.]*_)?(head|classifier(_[^.]*)?)"
-    r"(\.(out_proj|linear|linear_out|decoder|fc|(layers\.)?\d+))?": (
-        "timm; torchvision; transformers' RoBERTa, BART, Wav2Vec2, Levit, Funnel, YOLOS"
+    r"(\.(out_proj|linear|linear_out|decoder|fc|\d+))?": (
+        "timm; torchvision; transformers' RoBERTa, BART, Wav2Vec2, Levit, Funnel"
     ),
+    r"class_labels_classifier\.layers\.\d+": "transformers' YOLOS",
     r"class_predictor": "transformers' Mask2Former, EoMT",
     r"(classifier|mlp_head)\.dense": "transformers' AST",
     r"([^.]*_)?heads(\.(head|\d+))?": "torchvision's ViT; MusicGen",

@@ -44,8 +44,9 @@ class _Known:
         self.declared_heads = {id(p) for h in _declared(model) for p in h.parameters()}
         # positions and tables of types have fewer rows than columns
         self.vocabularies = {num for num, width in rows if num > width}
-        self.last = weights[-1].plain if weights else ""
-        self.last_outputs = _outputs(weights[-1]) if weights else 0
+        linears = [p for p in weights if isinstance(p.module, nn.Linear)]
+        self.last = linears[-1].plain if linears else ""
+        self.last_outputs = _outputs(linears[-1]) if linears else 0
         # what matrices take; a gated unit takes two halves; depthwise kernels take 1
         taken = {n for p in weights for n in _inputs(p) if n > 1}
         self.inputs = taken | {2 * n for n in taken}
@@ -62,7 +63,7 @@ class _Known:
 
     def is_head(self, place: Place) -> bool:
         """Return whether a weight with the name of a head is one: no matrix takes its
-        outputs; or it is the last matrix of a model without another head.
+        outputs; or it is the last Linear of a model without another head.
         """
         if self.is_surely_head(place) or _outputs(place) not in self.inputs:
             return True

@@ -222,10 +222,9 @@ def _after_telling(ended: Ended, plan: Plan, run: Path) -> Verdict:
     lines = without_warnings(ended.err)
     if len(lines) != 1 or not lines[0].startswith("stopped by "):
         return Verdict(OTHERWISE, f"{len(lines)} lines")
-    if plan.number == signal.SIGTERM:
-        step = lines[0].partition(" at step ")[2].partition(":")[0]
-        if not (run / "checkpoint" / f"step-{step}" / ".metadata").exists():
-            return Verdict(OTHERWISE, f"no checkpoint of step {step}")
+    step = lines[0].partition(" at step ")[2].partition(":")[0]
+    if not (run / "checkpoint" / f"step-{step}" / ".metadata").exists():
+        return Verdict(OTHERWISE, f"no checkpoint of step {step}")
     return Verdict(DONE)
 
 
