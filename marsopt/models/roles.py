@@ -56,7 +56,7 @@ class _Known:
         )
 
     def is_surely_head(self, place: Place) -> bool:
-        """Return whether a weight's name, with its vocabulary, says that it is a head."""
+        """Return whether a weight's name, or name and rows, say that it is a head."""
         in_vocabulary = _outputs(place) in self.vocabularies
         is_named = by_name(place.plain) == "head"
         return is_head_anywhere(place.plain) or (is_named and in_vocabulary)
@@ -134,17 +134,12 @@ def _routes(name: str, plain_names: set[str]) -> bool:
     return "router" in name or any("expert" in other for other in beside)
 
 
-@runtime_checkable
-class _CountsExperts(Protocol):
-    """As transformers' stacks of experts."""
-
-    num_experts: int
-
-
 def _is_of_experts(place: Place) -> bool:
-    module, num = place.module, place.tensor.shape[0]
-    counted = isinstance(module, _CountsExperts) and module.num_experts == num
-    return counted or "expert" in place.plain
+    """Whether a stack of matrices is of experts: its name says so, or its module counts
+    them, as transformers' do.
+    """
+    num = vars(place.module).get("num_experts")
+    return num == place.tensor.shape[0] or "expert" in place.plain
 
 
 # ---- heads that a model declares -----------------------------------------------------
@@ -185,22 +180,6 @@ def _declared(model: nn.Module) -> Iterator[nn.Module]:
 @runtime_checkable
 class _HasSplits(Protocol):
     weight_splits: Any
-
-
-@runtime_checkable
-class _SharesKeys(Protocol):
-    num_key_value_heads: int
-    head_dim: int
-
-
-@runtime_checkable
-class _CountsHeads(Protocol):
-    num_heads: int
-
-
-@runtime_checkable
-class _CountsGroups(Protocol):
-    num_key_value_groups: int
 
 
 def splits_of(model: nn.Module, by_pattern: Mapping[str, Any]) -> dict[int, Any]:
@@ -254,17 +233,13 @@ def _declared_splits(place: Place, modules: Mapping[str, nn.Module]) -> Any:
     if isinstance(place.module, _HasSplits) and attribute == "weight":
         return place.module.weight_splits
     parent, _, name = path.rpartition(".")
-    around = modules.get(parent)
     if not (name in FUSED and isinstance(place.module, nn.Linear)):
         return None
-    if not isinstance(around, _SharesKeys):
+    around = vars(modules.get(parent, place.module))
+    if not {"num_key_value_heads", "head_dim"} <= around.keys():
         return None
-    num, width, num_heads = around.num_key_value_heads, around.head_dim, None
-    if isinstance(around, _CountsHeads):
-        num_heads = around.num_heads
-    elif isinstance(around, _CountsGroups):
-        num_heads = around.num_key_value_groups * num
-    if num_heads in (None, num):
-        return None
+    num, width = around["num_key_value_heads"], around["head_dim"]
+    num_heads = around.get("num_heads", around.get("num_key_value_groups", 1) * num)
     sizes = num_heads * width, num * width, num * width
-    return sizes if place.tensor.shape[0] == sum(sizes) else None
+    is_grouped = num_heads != num and place.tensor.shape[0] == sum(sizes)
+    return sizes if is_grouped else None

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
@@ -55,46 +55,16 @@ def places(model: nn.Module) -> Iterator[Place]:
             yield Place(name, plain, p, owner)
 
 
-# ---- which dim has the outputs -------------------------------------------------------
-
-
-@runtime_checkable
-class _SizedConv1D(Protocol):
-    """transformers' Conv1D, a weight (nx, nf)."""
-
-    nx: int
-    nf: int
-
-
-@runtime_checkable
-class _SizedLinear(Protocol):
-    in_features: int
-    out_features: int
-
-
-@runtime_checkable
-class _MayTranspose(Protocol):
-    """Experts of transformers' GPT-OSS and Aria."""
-
-    is_transposed: bool
-
-
-@runtime_checkable
-class _Llama4Experts(Protocol):
-    num_experts: int
-    expert_dim: int
-
-
 def stores_inputs_first(place: Place) -> bool:
     """Return whether a weight is known to lie (in, out), as the experts' (num, in,
-    out): the kinds of modules above, ConvTranspose, and a module whose two sizes say
-    so.
+    out): torch's ConvTranspose; transformers' Conv1D, its experts of GPT-OSS and Aria,
+    and of Llama 4; and any module whose two sizes say so.
     """
-    module, shape = place.module, place.tensor.shape
-    if isinstance(module, _SizedLinear):
-        sizes = module.in_features, module.out_features
-        return sizes[0] != sizes[1] and tuple(shape[-2:]) == sizes
-    if isinstance(module, _MayTranspose):
-        return module.is_transposed
-    kinds = _SizedConv1D | _ConvTransposeNd | _Llama4Experts
-    return isinstance(module, kinds)
+    own, shape = vars(place.module), place.tensor.shape
+    if {"in_features", "out_features"} <= own.keys():
+        sizes = own["in_features"], own["out_features"]
+        return sizes[0] != sizes[1] and shape[-2:] == sizes
+    if "is_transposed" in own:
+        return bool(own["is_transposed"])
+    is_known = {"nx", "nf"} <= own.keys() or "expert_dim" in own
+    return is_known or isinstance(place.module, _ConvTransposeNd)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +14,10 @@ from torch import Tensor
 
 from marsopt.functional.routing import algorithm_of
 from marsopt.functional.trees import plain_names
-from marsopt.optim.groups import Part, labels, parts_of
+from marsopt.optim.groups import labels
 from marsopt.optim.loading import SOURCE, check_is_of_optimizer, check_kind
-from marsopt.optim.state_dict import check_entries, in_order_of_names
+from marsopt.optim.state_dict import STAGE_COUNT, check_entries, in_order_of_names
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.registry import FOLLOWED
 
 # The count of steps: dion's on the device, then its group's; else in the entry.
 COUNTS = "step_dev", "step"
@@ -171,7 +171,7 @@ def own_state(
     """
     several = saved if isinstance(saved, list) else [saved]
     if saved is not several and not _is_foreign(saved):
-        return _ordered(groups, from_undivided(groups, saved, given))
+        return _ordered(groups, _from_undivided(groups, saved, given))
     records = [record for each in several for record in _records(each)]
     if strange := [record.group for record in records if record.format is None]:
         writers = [format.writer for format in FORMATS]
@@ -213,55 +213,42 @@ def _ordered(groups: Sequence[Mapping[str, Any]], saved: Any) -> Any:
 # ---- state of undivided groups -------------------------------------------------------
 
 
-def from_undivided(
+def _from_undivided(
     groups: Sequence[Mapping[str, Any]], saved: Any, given: Sequence[Sequence[int]]
 ) -> Any:
-    """Return a state dict whose groups hold matrices beside other tensors, as marsopt
-    0.4 and the authors' class have them, in groups like ours. Any other is returned as
-    it is.
-
-    Args:
-        groups: the optimizer's param groups.
-        saved: a state dict of MARS, or a malformed one.
-        given: of each group as it was given, the numbers of its parameters.
+    """Return the state of groups that hold matrices beside other tensors, as marsopt
+    0.4 and the authors' class have them, over groups like ours, without
+    hyperparameters. Any other state dict is returned as it is.
 
     Raises:
-        ValueError: hyperparameters out of their range; parameters ahead of those that
-            were trained, by a correction that has gone.
+        ValueError: parameters ahead of those that were trained, by a correction that
+            has gone.
     """
     if not isinstance(saved, Mapping) or not _is_undivided(saved, given):
         return saved
-    params = [p for group in groups for p in group["params"]]
-    ours = [name for group in groups for name in group.get("param_names", ())]
-    if len(ours) == len(params):
-        in_given = [{"param_names": [ours[i] for i in numbers]} for numbers in given]
+    if any(group.get("train_mode", False) for group in saved["param_groups"]):
+        raise ValueError(
+            "got a state dict of correction='transport' in train mode, expected one in "
+            "eval mode: let marsopt 0.4 load it, call optimizer.eval(), and save it "
+            "and the model again"
+        )
+    names = [name for group in groups for name in group.get("param_names", ())]
+    if len(names) == sum(map(len, given)):
+        in_given = [{"param_names": [names[i] for i in numbers]} for numbers in given]
         saved = in_order_of_names(in_given, dict(saved))
-    # by a parameter's number: its id in ``saved``, its name and its hyperparameters
-    ids, names = dict[int, Any](), dict[int, str]()
-    values: dict[int, dict[str, Any]] = {}
+    ids, stages = dict[int, Any](), dict[int, dict[str, Any]]()
     for numbers, group in zip(given, saved["param_groups"], strict=True):
         ids |= dict(zip(numbers, group["params"], strict=True))
-        names |= dict(zip(numbers, group.get("param_names", ()), strict=False))
-        own = _present_values(group)
-        for part in parts_of(own, [params[i].shape for i in numbers]):
-            part_values = _divided(part, own)
-            values |= {numbers[i]: part_values for i in part.members}
-    first, like_ours = 0, []
+        kept = {key: group[key] for key in (STAGE_COUNT,) if key in group}
+        stages |= dict.fromkeys(numbers, kept)
+    numbers = iter(range(len(ids)))
+    like_ours = []
     for group in groups:
-        numbers = range(first, first + len(group["params"]))
-        first = numbers.stop
-        if len({id(values[i]) for i in numbers}) > 1:
-            raise ValueError(
-                "got a state dict in which matrices and other tensors of a group have "
-                "values of their own, expected one value for both: build MARS with the "
-                "lr_1d, betas_1d and so on of the run that saved it"
-            )
-        like_ours.append(
-            {**(values[numbers[0]] if numbers else {})}
-            | {"params": [ids[i] for i in numbers]}
-            | ({"param_names": [names[i] for i in numbers]} if names else {})
-        )
-    return {**saved, "param_groups": like_ours}
+        own = list(islice(numbers, len(group["params"])))
+        stage = stages[own[0]] if own else {}
+        like_ours.append({**stage, "params": [ids[i] for i in own]})
+    text = "state of undivided groups; hyperparameters stay"
+    return {"state": saved["state"], "param_groups": like_ours, SOURCE: text}
 
 
 def _is_undivided(saved: Mapping[str, Any], given: Sequence[Sequence[int]]) -> bool:
@@ -277,36 +264,6 @@ def _is_undivided(saved: Mapping[str, Any], given: Sequence[Sequence[int]]) -> b
     sizes = [len(ids) if isinstance(ids, list | tuple) else None for ids in lists]
     has_ratio = any("lr_ratio" in group for group in groups)
     return not has_ratio and sizes == [len(numbers) for numbers in given]
-
-
-def _present_values(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of an undivided group.
-
-    Raises:
-        ValueError: its parameters are ahead of those that were trained.
-    """
-    if group.get("train_mode", False):
-        raise ValueError(
-            "got a state dict of correction='transport' in train mode, expected one in "
-            "eval mode: let marsopt 0.4 load it, call optimizer.eval(), and save it "
-            "and the model again"
-        )
-    gone = {"params", "param_names", "train_mode", "gamma_1d"}
-    if not group.get("base_lr", 1.0):  # no ratio follows from a rate of zero
-        gone |= {"base_lr", "lr_1d"}
-    return {name: value for name, value in group.items() if name not in gone}
-
-
-def _divided(part: Part, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a part of an undivided group. The authors' class
-    has some values of AdamW beside its rule in no group: they stay as they are.
-    """
-    values = {"lr_ratio": 1.0, **part.values}
-    if part.values["mars_type"] != own["mars_type"] and not own.get("optimize_1d"):
-        absent = {name: of for name, of in FOLLOWED.items() if name not in own}
-        absent = {**absent, "lr_1d": "lr_ratio"} if "lr_1d" in absent else absent
-        values = {n: v for n, v in values.items() if n not in absent.values()}
-    return values
 
 
 # ---- state dicts of all forms --------------------------------------------------------

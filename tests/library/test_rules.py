@@ -224,9 +224,7 @@ def test_gradients_flow_past_a_gradient_of_zero(row, max_norm):
         g = {"w": torch.eye(2, 3) * (not zero), "head": zeros}
         after, state = rule.step(x, g, rule.init(x), lr=lr)
         after, _ = rule.step(after, g, state, lr=lr)
-        ends += torch.autograd.grad(
-            sum(map(torch.sum, after.values())), (lr, head)
-        )
+        ends += torch.autograd.grad(sum(map(torch.sum, after.values())), (lr, head))
     assert all(torch.isfinite(end).all() for end in ends)
 
 

@@ -64,7 +64,8 @@ def parse(argv: list[str]):
         words = re.sub("[╭╮╰╯│─]", " ", box.getvalue()).split()
         line, _, _ = " ".join(words).partition(" For full helptext")
         told = line.partition("Error parsing ")[2].partition(": ")[2]  # by our checks
-        raise UserError(told or line) from None
+        why = f"got options that do not fit ({line}), expected valid ones: see --help"
+        raise UserError(told or why) from None
     except (ValueError, AssertionError) as error:  # torchtitan's checks of its fields
         raise UserError(
             f"got options that torchtitan refuses ({error}), expected valid ones: see "
