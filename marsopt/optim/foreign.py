@@ -188,7 +188,8 @@ def own_state(
             return ordered
     if len(records) != len(every):  # theirs may have left out frozen ones
         orders = [[leaf for leaf in each if leaf.p.requires_grad] for each in orders]
-    has_names = None not in [each.name for each in (*every, *records)]
+    names = [leaf.name for leaf in every] + [record.name for record in records]
+    has_names = None not in names
     match = _by_name if has_names else _by_order
     ids, done = {leaf.p: i for i, leaf in enumerate(every)}, dict[str, None]()
     entries = {
@@ -241,10 +242,9 @@ def _from_undivided(
         ids |= dict(zip(numbers, group["params"], strict=True))
         kept = {key: group[key] for key in (STAGE_COUNT,) if key in group}
         stages |= dict.fromkeys(numbers, kept)
-    numbers = iter(range(len(ids)))
-    like_ours = []
+    every, like_ours = iter(range(len(ids))), []
     for group in groups:
-        own = list(islice(numbers, len(group["params"])))
+        own = list(islice(every, len(group["params"])))
         stage = stages[own[0]] if own else {}
         like_ours.append({**stage, "params": [ids[i] for i in own]})
     text = "state of undivided groups; hyperparameters stay"
