@@ -1,5 +1,5 @@
-"""What the names of parameters tell: one table of roles, with the libraries that use
-each name.
+"""The roles that names of parameters tell: one table, with the libraries that use each
+name.
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ def _is_foreign(saved: Any) -> bool:
     groups = saved.get("param_groups")
     if not isinstance(groups, Sequence) or not isinstance(saved.get("state"), Mapping):
         return _is_flat(saved)
-    own = {"mars_type", "amsgrad"}  # timm's Mars has the first alone
+    own = {"mars_type", "amsgrad"}  # timm's Mars has only the first
     return not any(isinstance(g, Mapping) and own <= g.keys() for g in groups)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import re
-import string
 
 import hypothesis
 import pytest
@@ -25,7 +24,6 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 import marsopt
 from configs.published import LR, ONE_RATE, RULES, SIZES
 from marsopt import MARS, REGISTRY, param_groups
-from marsopt.models import names
 from marsopt.models.names import by_name
 from marsopt.models.roles import roles, splits_of
 from marsopt.models.walk import places
@@ -268,7 +266,16 @@ def test_every_parameter_has_its_place_under_its_name(name):
         ("decoder.output_projection.weight", "head"),
         ("distillation_classifier.weight", "head"),
         ("classifier_distill.linear.weight", "head"),
+        ("model._orig_mod.lm_head._orig_mod.weight", "head"),
+        ("layers.3.lm_head.decoder.weight", "head"),
+        ("lm_head.parametrizations.weight.original", "head"),
+        ("module.lm_head.weight_orig", "head"),
         ("encoder.attention.output.dense.weight", None),
+        ("decoder.0.classifier.weight", None),
+        ("layers.0.output.weight", None),
+        ("attention_head.out_proj.weight", None),
+        ("pre_classifier.weight", None),
+        ("heads.0.qkv.weight", None),
         ("layers.3.feed_forward.router.weight", "router"),
         ("embedder.encoder.layers.0.wq.weight", None),  # a model inside
         ("bert.encoder.layer.0.attention.output.dense.weight", None),
@@ -279,67 +286,6 @@ def test_every_parameter_has_its_place_under_its_name(name):
 )
 def test_what_names_tell(name, role):
     assert by_name(name) == role
-
-
-def modules(name):
-    """Drawn names of modules in the form of a regular expression, in which x, y and z
-    are the free letters.
-    """
-    letters = string.ascii_letters + "0123456789_."
-    name = name.replace("[^.]*", "[xyz]{0,3}")
-    return st.from_regex(name, fullmatch=True, alphabet=letters)
-
-
-WRAPPED = st.lists(
-    st.sampled_from(["_orig_mod.", "_checkpoint_wrapped_module.", "module.", "model."]),
-    max_size=2,
-).map("".join)
-INSIDE = st.sampled_from(["", "encoder.", "decoder."])
-NUMBERED = st.sampled_from(["layers.0.", "decoder.0.", "h.11.", "decoder.layers.3."])
-ANYWHERE = modules("|".join(names.HEADS))
-OUTSIDE_BLOCKS = modules("|".join(names.LIKE_HEADS))
-HEADS = st.tuples(INSIDE, OUTSIDE_BLOCKS) | st.tuples(INSIDE | NUMBERED, ANYWHERE)
-# in a block; or a part of a head, or a layer before it
-ONLY_LIKE_HEADS = (
-    st.tuples(NUMBERED, OUTSIDE_BLOCKS)
-    | st.tuples(INSIDE, OUTSIDE_BLOCKS, modules(r"\.(qkv|mlp|key)"))
-    | st.tuples(
-        INSIDE, modules(r"(attention|multi|pre)_(head|classifier)(\.out_proj)?")
-    )
-)
-
-
-def mover(name):
-    """The rule that moves the weight of the module of this name, in a model that has
-    other matrices.
-    """
-    root = model = nn.Module()
-    model.words, model.hidden = nn.Embedding(9, 6), nn.Linear(6, 6)
-    *parents, last = name.split(".")
-    for parent in parents:
-        model.add_module(parent, nn.Module())
-        model = model.get_submodule(parent)
-    model.add_module(last, nn.Linear(6, 3, bias=False))
-    for group in param_groups(root, "moonlight", lr=0.1):
-        rules = {n: group["mars_type"] for n, _ in group["params"]}
-        if f"{name}.weight" in rules:
-            return rules[f"{name}.weight"]
-
-
-@DRAWN
-@hypothesis.given(
-    wrappers=WRAPPED,
-    name=HEADS.map("".join),
-    inside=st.sampled_from(["", "._orig_mod", "._checkpoint_wrapped_module"]),
-)
-def test_adamw_moves_what_has_the_name_of_a_head(wrappers, name, inside):
-    assert mover(wrappers + name + inside) == "adamw"
-
-
-@DRAWN
-@hypothesis.given(wrappers=WRAPPED, name=ONLY_LIKE_HEADS.map("".join))
-def test_the_rule_moves_what_is_only_named_like_a_head(wrappers, name):
-    assert mover(wrappers + name) == "moonlight"
 
 
 class Net(nn.Module):
