@@ -285,8 +285,11 @@ def _is_foreign(saved: Any) -> bool:
     groups = saved.get("param_groups")
     if not isinstance(groups, Sequence) or not isinstance(saved.get("state"), Mapping):
         return _is_flat(saved)
-    own = {"mars_type", "amsgrad"}  # timm's Mars has only the first
-    return not any(isinstance(g, Mapping) and own <= g.keys() for g in groups)
+    own = {"amsgrad", "lr_ratio"}  # timm's Mars has only mars_type
+    kinds = [
+        g.keys() & own for g in groups if isinstance(g, Mapping) and "mars_type" in g
+    ]
+    return not any(kinds)
 
 
 def _records(saved: Any) -> Iterator[Record]:

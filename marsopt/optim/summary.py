@@ -15,15 +15,19 @@ from marsopt.rules.registry import named
 def summary(
     groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
 ) -> list[str]:
-    """Return a line for each rule, the constructor's first: its matrices, parameters
-    and learning rates; then lines for options of the whole optimizer. Beside a matrix
-    rule the other rules name their matrices, with * for a number.
+    """Return a line for each rule, the constructor's matrix rule first: its matrices,
+    parameters and learning rates; then lines for options of the whole optimizer. Beside
+    a matrix rule the other rules name their matrices, with * for a number.
 
     Args:
         groups: param groups.
         options: the constructor's options.
     """
-    rules = [options["inherited"]["mars_type"], *(g["mars_type"] for g in groups)]
+    own_rule = options["inherited"]["mars_type"]
+    rules = [group["mars_type"] for group in groups]
+    is_corrected = any(named(rule).is_mars for rule in rules)
+    if named(own_rule).matrix_only:  # which may move nothing
+        rules = [own_rule, *rules]
     rules = list(dict.fromkeys(rules))
     has_matrix_rule = any(named(rule).matrix_only for rule in rules)
     lines = []
@@ -43,7 +47,6 @@ def summary(
     frozen = [p for g in groups for p in g["params"] if not p.requires_grad]
     num_frozen = sum(p.numel() for p in frozen)
     lines += [f"frozen: {num_frozen} parameters"] if frozen else []
-    is_corrected = any(named(rule).is_mars for rule in rules)
     return [
         *lines,
         f"correction: {options['correction'] if is_corrected else None}",
