@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from marsopt.functional.collectives import LOCAL, Collectives, check_collectives
 from marsopt.functional.state import (
@@ -27,6 +28,7 @@ from marsopt.functional.trees import (
     Tree,
     check_container,
     check_matching,
+    flatten,
     names,
     rebuild,
 )
@@ -164,12 +166,14 @@ class Rule:
         Raises:
             TypeError: an argument that is no such container of tensors.
             ValueError: names, shapes or dtypes that differ from ``params``; a
-                hyperparameter out of its range; ``collectives`` are none.
+                hyperparameter out of its range; ``collectives`` are none; leaves that
+                require a gradient, outside of torch.no_grad() and torch.func.
         """
         checks.at_least_zero("lr", lr)
         self._check_arguments(gamma, reference)
         lr, gamma = checks.plain(lr), checks.plain(gamma)
         sides, groups = self._leaves(params, collectives), []
+        _check_detached(params)
         stack_grads, members = [], []
         states = self._split(state, sides)
         check_matching(params, grads, "grads")
@@ -269,6 +273,13 @@ class Rule:
                 f"got a state of {sorted(states)}, expected one of {sorted(sides)}, "
                 "as these parameters are routed: make the state by init on them"
             )
+        for side, leaves in sides.items():
+            kept, given = leaves.algorithm.kept.keys(), states[side].buffers.keys()
+            if given - kept:
+                raise ValueError(
+                    f"got a state of {sorted(given)}, expected {sorted(kept)}, which "
+                    f"{leaves.algorithm} keeps: make the state by init of this rule"
+                )
         return states
 
     def _check_arguments(self, gamma: Number | None, reference: Tree | None) -> None:
@@ -291,6 +302,23 @@ class Rule:
                 f"got reference=None for {self._called} with an exact correction, "
                 "expected the current batch's gradient at the previous parameters: "
                 "pass it as reference=, zeros at the first step"
+            )
+
+
+def _check_detached(params: Tree) -> None:
+    """Check that a step adds nothing to an autograd graph that a loop would grow.
+
+    Raises:
+        ValueError: a leaf requires a gradient, and no transform differentiates.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    for name, x in zip(names(params), flatten(params, "params"), strict=True):
+        if x.is_leaf and x.requires_grad and not is_functorch_wrapped_tensor(x):
+            raise ValueError(
+                f"got params[{name!r}] that requires a gradient, expected a detached "
+                "tensor, or the graph grows with every step: pass p.detach() of each, "
+                "or differentiate through steps by torch.func, or from p.clone()"
             )
 
 

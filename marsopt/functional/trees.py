@@ -25,11 +25,13 @@ from marsopt.functional.stacks import empty_stacks, group_by
 Tree = Sequence[Tensor] | Mapping[str, Tensor]
 Name = Any  # of a leaf: a key of a mapping, or a position in a sequence
 AnyTree = TypeVar("AnyTree", bound=Tree)  # comes back in the same container
-# Parts of names that torch adds to a module that it compiles, checkpoints or shards,
-# and PEFT to a module that it adapts (a copy also has the adapter's name).
+# Parts of names that torch adds to a module that it compiles, checkpoints, shards or
+# replicates, and to a weight that it parametrizes or prunes; Lightning Fabric to a
+# module; and PEFT to a module that it adapts (a copy also has the adapter's name).
 WRAPPERS = re.compile(
-    r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|base_layer"
-    r"|original_module|modules_to_save\.[^.]+)(?=\.|$)"
+    r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|module"
+    r"|parametrizations|_forward_module|base_layer|original_module"
+    r"|modules_to_save\.[^.]+)(?=\.|$)|(?<=.)(\.original|_orig)$"
 )
 
 
@@ -194,6 +196,13 @@ def check_container(tree: Tree, what: str) -> None:
 def plain_name(name: str) -> str:
     """Return a name as the model itself has it, without wrappers."""
     return WRAPPERS.sub("", name).removeprefix(".")
+
+
+def plain_names(names: Iterable[str]) -> list[str]:
+    """Return names without wrappers; as they are, if two were equal then."""
+    listed = list(names)
+    plain = [plain_name(name) for name in listed]
+    return plain if len({*plain}) == len(plain) else listed
 
 
 def names(tree: Tree) -> list[Name]:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from marsopt import MARS
 from marsopt.functional.routing import all_hyperparameters, of_adamw
-from marsopt.models.roles import NAMES
+from marsopt.models.names import NAMES, by_name
 from marsopt.parallel.collectives import over_meshes
 from marsopt.rules import checks
 from marsopt.rules.hyperparameters import check_names
@@ -187,7 +187,7 @@ if BaseOptimizer is not None:
                 named_params = zip(group["param_names"], group["params"], strict=True)
                 parts: dict[bool, list[tuple[str, Any]]] = {True: [], False: []}
                 for name, p in named_params:
-                    parts[bool(re.search(BESIDE, name))].append((name, p))
+                    parts[by_name(name) is not None].append((name, p))
                 numbers = {True: beside, False: layers}
                 groups += [
                     {**numbers[is_beside], "params": pairs}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect
-from collections import Counter
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -96,10 +95,19 @@ def for_model(
     if isinstance(model, nn.Module):  # also where they are given: FSDP shards again
         whole = {"collectives": _collectives_of(model)} | whole
     groups = param_groups(model, mars_type, lr=rate, **for_groups)
+    rule = named(mars_type).name
+    if named(rule).matrix_only and all(g["mars_type"] != rule for g in groups):
+        raise ValueError(
+            f"got a model without a hidden matrix for {rule!r}, expected one at least: "
+            'pass mars_type="adamw", or groups of your own to MARS, if AdamW is to '
+            "move all of it"
+        )
     optimizer = MARS(groups, lr=rate, mars_type=mars_type, **whole)
-    log.info(
-        "marsopt.for_model: %s", _chosen(optimizer, mars_type, whole, f"{rate}{source}")
-    )
+    numbers = optimizer._ids()
+    optimizer._order = [numbers[p] for p in model.parameters()]
+    shown = str(optimizer).partition("\nParameter Group")[0].splitlines()[1:]
+    line = "; ".join(text.strip() for text in shown)
+    log.info("marsopt.for_model: %s%s", line, source)
     return optimizer
 
 
@@ -132,7 +140,7 @@ def _by_size(model: nn.Module, rule: str) -> tuple[float, str]:
             "are trained, expected one: learning rates by size hold for models trained "
             "from scratch; pass lr"
         )
-    return learning_rate(num_trained), f" (by size: {num_trained} parameters)"
+    return learning_rate(num_trained), f"; lr by size ({num_trained} parameters)"
 
 
 def _collectives_of(model: nn.Module) -> Collectives:
@@ -142,28 +150,3 @@ def _collectives_of(model: nn.Module) -> Collectives:
     parallel: Any = import_module("marsopt.parallel")
     collectives: Collectives = parallel.collectives_of(model)
     return collectives
-
-
-def _chosen(
-    optimizer: MARS,
-    mars_type: str,
-    whole: dict[str, Any],
-    lr: str,
-) -> str:
-    """Return in one line what ``for_model`` has chosen."""
-    trained, frozen = Counter[str](), 0
-    for group in optimizer.param_groups:
-        num = sum(p.requires_grad for p in group["params"])
-        trained[group["mars_type"]] += num
-        frozen += len(group["params"]) - num
-    moved = [f"{rule} {num}" for rule, num in trained.items() if num]
-    moved += [f"frozen {frozen}"] if frozen else []
-    gamma = f", gamma={whole['gamma']}" if "gamma" in whole else ""
-    corrections = [b.algorithm.correction for b in optimizer.describe().buckets]
-    used = next((c for c in corrections if c is not None), None)
-    name = None if used is None else used.name
-    return (
-        f"{mars_type}, correction={name!r}{gamma}, lr={lr}, "
-        f"max_norm={whole['max_norm']}, collectives={whole['collectives']!r}; "
-        f"tensors by rule: {', '.join(moved)}"
-    )

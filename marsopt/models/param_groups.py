@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -10,13 +9,12 @@ from torch import Tensor, nn
 
 from marsopt.functional.binding import check_unflattened
 from marsopt.functional.routing import of_rest
-from marsopt.models.roles import TABLES, roles, splits_of
+from marsopt.models.names import TABLES
+from marsopt.models.roles import roles, splits_of
 from marsopt.rules import checks
 from marsopt.rules.checks import Number, Weight
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.registry import named
-
-log = logging.getLogger(__name__)
 
 
 def param_groups(
@@ -45,8 +43,8 @@ def param_groups(
     them), routers of experts, output heads; and vectors: norms, biases, whatever else
     is no matrix. Heads are layers that the model declares (transformers'
     ``get_output_embeddings()``, timm's ``get_classifier()``) and layers with the name
-    of a head (the table in marsopt/models/heads.py). ``logging`` at DEBUG lists the
-    names of each group. The rules and their numbers:
+    of a head (the table in marsopt/models/names.py). ``print`` of the
+    optimizer names the matrices that AdamW has. The rules and their numbers:
 
     - "moonlight", "mars-m", "normuon", "mars-normuon": AdamW, at ``lr`` and
       ``weight_decay``, betas (0.9, 0.95), eps before debiasing (MARS_M/train_mars_m.py,
@@ -176,14 +174,9 @@ def param_groups(
             "got a model without a parameter that requires a gradient, expected one at "
             "least: set requires_grad_() before the groups are made"
         )
-    found = [
-        (part, group)
+    return [
+        group
         for part in parts
         for (kind, _), group in groups.items()
         if kind == part and group["params"]
     ]
-    if log.isEnabledFor(logging.DEBUG):
-        for part, group in found:
-            listed = ", ".join(name for name, _ in group["params"])
-            log.debug("marsopt: %s to %s: %s", part, group["mars_type"], listed)
-    return [group for _, group in found]

@@ -5,72 +5,17 @@ the parts of fused weights.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from marsopt.functional.trees import plain_name
-from marsopt.models import heads
+from marsopt.models.names import ADAPTERS, FUSED, Role, by_name, is_head_anywhere
+from marsopt.models.walk import Place, places, stores_inputs_first
 from marsopt.rules import checks
-
-Role = Literal[
-    "matrix",
-    "experts",
-    "convolution",
-    "adapter",
-    "embedding",
-    "head",
-    "router",
-    "vector",
-    "other",
-]
-
-# Roles that a name tells, whatever the module is, in this order: as torchtitan,
-# transformers, timm and nanoGPT name them. They are searched in names without the parts
-# of WRAPPERS, and stand for any of them, so that torchtitan's groups can use them too.
-NAMES: dict[Role, str] = {
-    # biases of experts have two dims, one table has one a head; A of a state space
-    # model is a vector for each channel
-    "vector": r"bias(_[A-Z]+|_table)?$|(^|\.)A_log$",
-    # torchtitan's fused w13, whose rows of gate and up lie between each other, so that
-    # no two of its dims are a matrix
-    "other": r"(^|\.)w13(\.|_|$)",
-    "head": heads.PATTERN,
-    # tables, and what projects patches: patch_embed.proj; then, as parameters of the
-    # model's own, positions, class tokens, latents
-    "embedding": (
-        r"(^|\.)(trainable_tokens_[^.]*|lora_embedding_[^.]*)(\.|$)"  # PEFT's
-        r"|(^|\.)([^.]*embed[^.]*|([^.]*_)?emb|wte|wpe)(\.(?!lora_)[^.]+)?(\.weight)?$"
-        r"|(^|\.)(([^.]*_)?pos(ition(al)?)?(s|_[hw])?|[^.]*_tokens?|latents)(\.\d+)?$"
-    ),
-    "router": r"(^|\.)router\.((?!lora_)[^.]+\.)*weight$|(^|\.)gate\.weight$",
-}
-# LoRA's two factors, as PEFT, torchtune, torchtitan, loralib and diffusers name them
-ADAPTERS = re.compile(r"(^|\.)lora_(A|B|a|b|down|up)(\.|$)")
-
-# Linear layers of grouped-query attention whose rows are queries, keys and values, part
-# after part, and where the names come from. (By head lie the rows of torchtitan's and
-# InternLM's wqkv and of GPT-NeoX's and Falcon's query_key_value.)
-FUSED = {
-    "qkv_proj": "transformers' Phi-3 and Phi-4",
-    "Wqkv": "transformers' DBRX",
-    "qkv": "transformers' EXAONE 4.5, for images",
-}
-
-# Roles in the group of the embeddings.
-TABLES: tuple[Role, ...] = ("embedding", "head", "router")
-
-
-@dataclass
-class _Uses:
-    """Where a tensor is in a model: tied ones are in several places."""
-
-    tensor: Tensor
-    names: list[str] = field(default_factory=list)
-    owners: list[nn.Module] = field(default_factory=list)
 
 
 def roles(model: nn.Module) -> Iterator[tuple[str, Tensor, Role]]:
@@ -80,37 +25,75 @@ def roles(model: nn.Module) -> Iterator[tuple[str, Tensor, Role]]:
     ``marsopt.param_groups`` explains the roles. A tensor that is an embedding in
     one place is one in all of them (a tied head).
     """
-    uses_by_id: dict[int, _Uses] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        pairs = module.named_parameters(prefix, recurse=False, remove_duplicate=False)
-        for name, p in pairs:
-            uses = uses_by_id.setdefault(id(p), _Uses(p))
-            uses.names.append(name)
-            uses.owners.append(module)
-    known = _Known(model, uses_by_id)
-    for uses in uses_by_id.values():
-        yield uses.names[0], uses.tensor, _role(uses, known)
+    by_id, every = dict[int, list[Place]](), list(places(model))
+    for place in every:
+        by_id.setdefault(id(place.tensor), []).append(place)
+    known = _Known(model, every)
+    for uses in by_id.values():
+        yield uses[0].name, uses[0].tensor, _role(uses, known)
 
 
 class _Known:
     """Facts about a model before its parameters have roles."""
 
-    def __init__(self, model: nn.Module, uses_by_id: dict[int, _Uses]) -> None:
-        every = uses_by_id.values()
-        self.names = {plain_name(n) for uses in every for n in uses.names}
-        self.matrices = {
-            plain_name(n) for uses in every if uses.tensor.ndim > 1 for n in uses.names
-        }
-        self.declared_heads = heads.declared_heads(model)
-        self.last_linear = _last_linear_over_a_vocabulary(model)
+    def __init__(self, model: nn.Module, every: Sequence[Place]) -> None:
+        tables = [p for p in every if p.is_embedding]
+        weights = [p for p in every if _is_weight(p)]
+        rows = ((p.tensor.shape[0], p.tensor.shape[-1]) for p in tables)
+        self.names = {p.plain for p in every}
+        self.declared_heads = {id(p) for h in _declared(model) for p in h.parameters()}
+        # positions and tables of types have fewer rows than columns
+        self.vocabularies = {num for num, width in rows if num > width}
+        linears = [p for p in weights if isinstance(p.module, nn.Linear)]
+        self.last = linears[-1].plain if linears else ""
+        self.last_outputs = _outputs(linears[-1]) if linears else 0
+        # what matrices take; a gated unit takes two halves; depthwise kernels take 1
+        taken = {n for p in weights for n in _inputs(p) if n > 1}
+        self.inputs = taken | {2 * n for n in taken}
+        sure = self.declared_heads | {id(p.tensor) for p in tables}  # tied
+        self.has_head = any(
+            id(p.tensor) in sure or self.is_surely_head(p) for p in weights
+        )
+
+    def is_surely_head(self, place: Place) -> bool:
+        """Return whether a weight's name, or name and rows, say that it is a head."""
+        in_vocabulary = _outputs(place) in self.vocabularies
+        is_named = by_name(place.plain) == "head"
+        return is_head_anywhere(place.plain) or (is_named and in_vocabulary)
+
+    def is_head(self, place: Place) -> bool:
+        """Return whether a weight with the name of a head is one: no matrix takes its
+        outputs; or it is the last Linear of a model without another head.
+        """
+        if self.is_surely_head(place) or _outputs(place) not in self.inputs:
+            return True
+        return place.plain == self.last and not self.has_head
 
 
-def _role(uses: _Uses, known: _Known) -> Role:
-    p, owners = uses.tensor, uses.owners
-    names = list(map(_name_in, owners, uses.names))
-    if any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner in owners):
+def _is_weight(place: Place) -> bool:
+    """Return whether a parameter is a matrix, or several, that takes inputs."""
+    is_matrix = place.tensor.ndim > 1 and place.tensor.numel() > max(place.tensor.shape)
+    is_own = not (place.is_embedding or ADAPTERS.search(place.plain))
+    return is_matrix and is_own and place.plain.endswith("weight")
+
+
+def _outputs(place: Place) -> int:
+    return place.tensor.shape[-1 if stores_inputs_first(place) else 0]
+
+
+def _inputs(place: Place) -> tuple[int, ...]:
+    """Return which dims of a weight may be of inputs: of three, experts' or a kernel's,
+    the last two.
+    """
+    shape = place.tensor.shape
+    return shape[:1] if stores_inputs_first(place) else shape[1 : min(len(shape), 3)]
+
+
+def _role(uses: Sequence[Place], known: _Known) -> Role:
+    p, names = uses[0].tensor, [place.plain for place in uses]
+    if any(place.is_embedding for place in uses):
         return "embedding"
-    in_list = any(isinstance(owner, nn.ParameterList) for owner in owners)
+    in_list = any(isinstance(place.module, nn.ParameterList) for place in uses)
     if in_list and any(by_name(name) == "embedding" for name in names):  # rows of it
         return "embedding"
     if p.ndim < 2:
@@ -118,42 +101,28 @@ def _role(uses: _Uses, known: _Known) -> Role:
     is_adapter = p.ndim == 2 and all(ADAPTERS.search(name) for name in names)
     if id(p) in known.declared_heads and not is_adapter:
         return "head"
-    hints = [role for name in names if (role := _by_name_in(name, names, known))]
-    if hints:
-        return hints[0]
+    for place in uses:
+        if role := _by_name_in(place, names, known):
+            return role
     if p.numel() == max(p.shape):  # (num, 1) and (1, num)
         return "vector"
-    if known.last_linear in names:
+    if known.last in names and known.last_outputs in known.vocabularies:
         return "head"
-    if any(isinstance(owner, _ConvNd) for owner in owners):
+    if any(isinstance(place.module, _ConvNd) for place in uses):
         return "convolution"
     if is_adapter:
         return "adapter"
     if p.ndim == 2:
         return "matrix"
-    return "experts" if any("expert" in name for name in names) else "other"
+    return "experts" if any(map(_is_of_experts, uses)) else "other"
 
 
-def by_name(name: str) -> Role | None:
-    """Return the role that a parameter's name tells, if it does."""
-    plain = plain_name(name)
-    return next((r for r, pattern in NAMES.items() if re.search(pattern, plain)), None)
-
-
-def _by_name_in(name: str, names: list[str], known: _Known) -> Role | None:
-    """Return the role that a name tells beside the other names of the model."""
-    role = by_name(name)
+def _by_name_in(place: Place, names: Sequence[str], known: _Known) -> Role | None:
+    """Return the role that a name tells beside the rest of the model."""
+    role = by_name(place.plain)
     if role == "router" and not any(_routes(n, known.names) for n in names):
         return None
-    if role == "head" and not heads.ends_head(name, known.matrices):
-        return None
-    return role
-
-
-def _name_in(owner: nn.Module, name: str) -> str:
-    """Return a plain name: of an element of a list the name of the list."""
-    plain = plain_name(name)
-    return plain.rpartition(".")[0] if isinstance(owner, nn.ParameterList) else plain
+    return None if role == "head" and not known.is_head(place) else role
 
 
 def _routes(name: str, plain_names: set[str]) -> bool:
@@ -165,17 +134,44 @@ def _routes(name: str, plain_names: set[str]) -> bool:
     return "router" in name or any("expert" in other for other in beside)
 
 
-def _last_linear_over_a_vocabulary(model: nn.Module) -> str | None:
-    """Return the name of the weight of the model's last Linear, without wrappers, if
-    it has as many outputs as an embedding has rows, and these are more than its
-    columns: positions and tables of types have fewer.
+def _is_of_experts(place: Place) -> bool:
+    """Whether a stack of matrices is of experts: its name says so, or its module counts
+    them, as transformers' do.
     """
-    modules = [(n, m) for n, m in model.named_modules() if not ADAPTERS.search(n)]
-    tables = [m for _, m in modules if isinstance(m, nn.Embedding)]
-    sizes = {t.num_embeddings for t in tables if t.num_embeddings > t.embedding_dim}
-    linears = [(n, m.out_features) for n, m in modules if isinstance(m, nn.Linear)]
-    last, num_outputs = linears[-1] if linears else ("", 0)
-    return plain_name(f"{last}.weight") if num_outputs in sizes else None
+    num = vars(place.module).get("num_experts")
+    return num == place.tensor.shape[0] or "expert" in place.plain
+
+
+# ---- heads that a model declares -----------------------------------------------------
+
+
+@runtime_checkable
+class _HasOutputEmbeddings(Protocol):
+    """As models of transformers."""
+
+    def get_output_embeddings(self) -> Any: ...
+
+
+@runtime_checkable
+class _HasClassifier(Protocol):
+    """As models of timm."""
+
+    def get_classifier(self) -> Any: ...
+
+
+def _declared(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the heads that a model, or a part of it, declares."""
+    for module in model.modules():
+        heads: list[Any] = []
+        with suppress(NotImplementedError, AttributeError):  # this model declares none
+            if isinstance(module, _HasOutputEmbeddings):
+                heads.append(module.get_output_embeddings())
+            if isinstance(module, _HasClassifier):
+                classifier = module.get_classifier()
+                # timm's distilled models have two
+                several = isinstance(classifier, tuple | list)
+                heads += classifier if several else [classifier]
+        yield from (head for head in heads if isinstance(head, nn.Module))
 
 
 # ---- parts of fused weights ----------------------------------------------------------
@@ -183,34 +179,17 @@ def _last_linear_over_a_vocabulary(model: nn.Module) -> str | None:
 
 @runtime_checkable
 class _HasSplits(Protocol):
-    weight: Tensor
     weight_splits: Any
-
-
-@runtime_checkable
-class _SharesKeys(Protocol):
-    num_key_value_heads: int
-    head_dim: int
-
-
-@runtime_checkable
-class _CountsHeads(Protocol):
-    num_heads: int
-
-
-@runtime_checkable
-class _CountsGroups(Protocol):
-    num_key_value_groups: int
 
 
 def splits_of(model: nn.Module, by_pattern: Mapping[str, Any]) -> dict[int, Any]:
     """Return the parts of fused weights, by the id of the weight: the value of the
-    first pattern that its name matches, else ``weight_splits`` of its module, else
-    queries, keys and values (``FUSED``). Names are without the parts of ``WRAPPERS``.
+    first pattern that its name matches, with wrappers or without; else
+    ``weight_splits`` of its module; else queries, keys and values (``FUSED``).
 
     Raises:
-        ValueError: no dict of patterns, or a pattern that is no regular expression or
-            that no weight of two dims or more matches.
+        ValueError: no dict of patterns; a pattern that is no regular expression or that
+            no weight of two dims or more matches; parts of a weight (in, out).
     """
     if not isinstance(by_pattern, Mapping):
         raise ValueError(
@@ -219,17 +198,25 @@ def splits_of(model: nn.Module, by_pattern: Mapping[str, Any]) -> dict[int, Any]
         )
     for pattern in by_pattern:
         checks.regular_expression("splits", pattern)
-    found = {id(weight): sizes for weight, sizes in _queries_keys_values(model)}
-    for module in model.modules():
-        if isinstance(module, _HasSplits):
-            found[id(module.weight)] = module.weight_splits
-    unused = dict.fromkeys(by_pattern)
-    for name, p in model.named_parameters():
-        hits = [x for x in by_pattern if p.ndim > 1 and re.search(x, plain_name(name))]
-        if hits:
-            found[id(p)] = by_pattern[hits[0]]
+    modules = {plain_name(name): module for name, module in model.named_modules()}
+    found, unused = dict[int, Any](), dict.fromkeys(by_pattern)
+    for place in places(model):
+        p, texts = place.tensor, (place.name, place.plain)
+        if p.ndim < 2:
+            continue
+        hits = [x for x in by_pattern if any(re.search(x, text) for text in texts)]
         for pattern in hits:
             unused.pop(pattern, None)
+        own = by_pattern[hits[0]] if hits else _declared_splits(place, modules)
+        if own is not None and stores_inputs_first(place):
+            raise ValueError(
+                f"got splits={own!r} for {place.name!r} of a "
+                f"{type(place.module).__name__}, which stores (in, out), expected a "
+                "weight (out, in), whose rows are parts: leave it out, the weight is "
+                "one matrix then"
+            )
+        if hits or own is not None:
+            found.setdefault(id(p), own)
     if unused:
         raise ValueError(
             f"got the patterns {[*unused]} in splits, expected each to match the name "
@@ -238,26 +225,21 @@ def splits_of(model: nn.Module, by_pattern: Mapping[str, Any]) -> dict[int, Any]
     return found
 
 
-def _queries_keys_values(
-    model: nn.Module,
-) -> Iterator[tuple[Tensor, tuple[int, int, int]]]:
-    """Yield the weights of ``FUSED`` in grouped-query attention, with the rows of their
-    queries, keys and values.
+def _declared_splits(place: Place, modules: Mapping[str, nn.Module]) -> Any:
+    """Return the parts that modules declare of a weight: its own, or grouped-query
+    attention, of which it is a fused Linear.
     """
-    for module in model.modules():
-        if not isinstance(module, _SharesKeys):
-            continue
-        num, width = module.num_key_value_heads, module.head_dim
-        num_heads = None
-        if isinstance(module, _CountsHeads):
-            num_heads = module.num_heads
-        elif isinstance(module, _CountsGroups):
-            num_heads = module.num_key_value_groups * num
-        if num_heads is None or num_heads == num:
-            continue
-        sizes = num_heads * width, num * width, num * width
-        for name, child in module.named_children():
-            if not (name in FUSED and isinstance(child, nn.Linear)):
-                continue
-            if child.weight.shape[0] == sum(sizes):
-                yield child.weight, sizes
+    path, _, attribute = place.plain.rpartition(".")
+    if isinstance(place.module, _HasSplits) and attribute == "weight":
+        return place.module.weight_splits
+    parent, _, name = path.rpartition(".")
+    if not (name in FUSED and isinstance(place.module, nn.Linear)):
+        return None
+    around = vars(modules.get(parent, place.module))
+    if not {"num_key_value_heads", "head_dim"} <= around.keys():
+        return None
+    num, width = around["num_key_value_heads"], around["head_dim"]
+    num_heads = around.get("num_heads", around.get("num_key_value_groups", 1) * num)
+    sizes = num_heads * width, num * width, num * width
+    is_grouped = num_heads != num and place.tensor.shape[0] == sum(sizes)
+    return sizes if is_grouped else None

@@ -19,7 +19,7 @@ from marsopt.optim.buckets import ParameterBucket
 from marsopt.optim.compiled import InPlace, once, resolve_compile
 from marsopt.optim.device_values import DeviceHyperparameters
 from marsopt.optim.exact import NextGradients
-from marsopt.optim.foreign import from_other_library
+from marsopt.optim.foreign import own_state
 from marsopt.optim.groups import (
     check_group,
     check_keys,
@@ -35,14 +35,9 @@ from marsopt.optim.groups import (
 )
 from marsopt.optim.kernels import Kernels
 from marsopt.optim.layout import Layout
-from marsopt.optim.state_dict import (
-    check_entries,
-    check_ids,
-    in_order_of_names,
-    to_restore,
-    under_loaded,
-)
+from marsopt.optim.state_dict import check_ids, to_restore, under_loaded
 from marsopt.optim.statistics import LastStep
+from marsopt.optim.summary import summary
 from marsopt.rules import checks
 from marsopt.rules.registry import correction_named
 
@@ -78,11 +73,12 @@ class LayoutOptimizer(Optimizer):
         self._options = options
         # of each group as it was given, its parameters' numbers in a state dict
         self._given: list[list[int]] = []
+        self._order: list[int] = []  # the model's: these numbers, if it is known
         self._forget_layouts()
         self._loading: dict[str, Any] | None = None  # inside load_state_dict
         self._grad_norm: Tensor | None = None
         self._last: LastStep | None = None
-        self._skipped = torch.zeros((), dtype=torch.int64)
+        self._skipped = torch.zeros((), dtype=torch.int64, device="cpu")
         self._start_protocol()
         self._agreed = False  # whether all ranks were found to hold the same options
         check_no_module(params)
@@ -244,20 +240,9 @@ class LayoutOptimizer(Optimizer):
         )
 
     def __repr__(self) -> str:
-        kind, correction = self._options["correction"], None
-        if self._layout is not None:
-            corrected = (b.algorithm.correction for b in self._layout.buckets)
-            correction = kind if any(c is not None for c in corrected) else None
         head, _, groups = super().__repr__().partition("\n")
-        return "\n".join(
-            [
-                head,
-                f"    correction: {correction}",
-                f"    max_norm: {self.max_norm}",
-                f"    collectives: {self._options['collectives']!r}",
-                groups,
-            ]
-        )
+        lines = summary(self.param_groups, self._options)
+        return "\n".join([head, *(f"    {line}" for line in lines), groups])
 
     # ---- state ---------------------------------------------------------------------
 
@@ -334,12 +319,13 @@ class LayoutOptimizer(Optimizer):
 
         def remember(_: Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
             # a caller's hooks may have replaced it
-            groups = self.param_groups
-            own = from_other_library(
-                groups, self._options, after_hooks, self._as_given()
+            given = self._as_given()
+            order = [i for numbers in given for i in numbers]
+            if len(self._order) == len(order):  # else groups were added
+                order = self._order
+            self._loading = own_state(
+                self.param_groups, self._options, after_hooks, given, order
             )
-            check_entries(labels(groups), own)
-            self._loading = in_order_of_names(groups, own)
             return self._loading
 
         handle = self.register_load_state_dict_pre_hook(remember)
@@ -412,7 +398,7 @@ class LayoutOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._next_grads.check_may_save()
-        names = ("_options", "_given", "_compile", "_skipped")
+        names = ("_options", "_given", "_order", "_compile", "_skipped")
         kept = {key: getattr(self, key) for key in names}
         kept["_is_fresh"] = self._next_grads.is_fresh
         return {**super().__getstate__(), **kept}

@@ -416,7 +416,7 @@ def attach(bucket: ParameterBucket, state: State) -> None:
     unwanted = STATE_KEYS - {buffer.key for buffer in buffers.values()}
     debiased = {buffer.key for buffer in buffers.values() if buffer.is_debiased}
     for p in bucket.params:
-        state[p].setdefault("step", torch.zeros(()))
+        state[p].setdefault("step", torch.zeros((), device="cpu"))
         for key in unwanted & set(state[p]):
             del state[p][key]  # of another rule: stale when that one returns
         if debiased - set(state[p]):
@@ -425,7 +425,7 @@ def attach(bucket: ParameterBucket, state: State) -> None:
             # (new tensors, so that a state dict that is refused has changed none)
             for key in debiased & set(state[p]):
                 state[p][key] = torch.zeros_like(state[p][key])
-            state[p]["step"] = torch.zeros(())
+            state[p]["step"] = torch.zeros((), device="cpu")
     for symbol, buffer in buffers.items():
         if buffer.home == "owner":
             continue
@@ -512,7 +512,7 @@ def attach_owned(
             if changed or _is_of_others(algorithm, p, state[p], here):
                 for symbol in algorithm.owned:
                     state[p].pop(algorithm.buffers[symbol].key, None)
-                attach(bucket, state)  # restarts what goes with them
+                state[p]["step"] = torch.zeros((), device="cpu")
             for symbol in algorithm.owned:
                 buffer = algorithm.buffers[symbol]
                 value = state[p].get(buffer.key)

@@ -4,19 +4,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from marsopt.functional.routing import algorithm_of
-from marsopt.functional.trees import plain_name
-from marsopt.optim.groups import Part, labels, parts_of
+from marsopt.functional.trees import plain_names
+from marsopt.optim.groups import labels
 from marsopt.optim.loading import SOURCE, check_is_of_optimizer, check_kind
-from marsopt.optim.state_dict import in_order_of_names
+from marsopt.optim.state_dict import STAGE_COUNT, check_entries, in_order_of_names
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.registry import FOLLOWED
 
 # The count of steps: dion's on the device, then its group's; else in the entry.
 COUNTS = "step_dev", "step"
@@ -137,20 +138,22 @@ class Leaf(NamedTuple):
         return self.algorithm.is_momentum if format.is_momentum else self.is_adamw
 
 
-def from_other_library(
+def own_state(
     groups: Sequence[Mapping[str, Any]],
     options: Mapping[str, Any],
     saved: Any,
     given: Sequence[Sequence[int]],
+    order: Sequence[int],
 ) -> Any:
-    """Return the state that another library saved as a state dict of MARS, without
-    hyperparameters; the state of undivided groups (marsopt 0.4, the authors' class) in
-    groups like ours; and ``saved`` itself where it is a state dict of MARS already, or
-    of torch.optim's AdamW over the groups of a plain AdamW.
+    """Return a state dict of MARS over groups like ours, from any that is known: MARS's
+    own; one of undivided groups (marsopt 0.4, the authors' class); one of another
+    library, then without hyperparameters, but for torch.optim's AdamW over the groups
+    of a plain AdamW.
 
-    Parameters are matched by name where all of them have names on both sides; else by
-    their order: matrices among those with a momentum, the rest among AdamW's. A sum of
-    gradients becomes their average, times 1 - mu.
+    Parameters are matched by name if all of them have names on both sides. Else the
+    state of another library is matched by order: matrices among its records with a
+    momentum, the rest among AdamW's. A sum of gradients becomes their average, times
+    1 - mu.
 
     Args:
         groups: the optimizer's param groups.
@@ -158,21 +161,18 @@ def from_other_library(
         saved: a state dict with int or str ids; a flat one of torchtitan's, {"state.
             NAME.KEY": ...}; or a list of such, of optimizers that share a model.
         given: of each group as it was given to MARS, the numbers of its parameters.
+        order: the numbers of all parameters, as ``model.parameters()`` has them if
+            ``for_model`` knows it.
 
     Raises:
-        ValueError: an unknown format; names, or numbers of parameters, that differ; a
-            rule that does not keep these moments; a count that the rule needs, and that
-            is missing; a value that is no tensor.
+        ValueError: an unknown format; names, shapes or numbers of parameters that
+            differ; a parameter twice; a rule that does not keep these moments; a count
+            that the rule needs, and that is missing; a value that is no tensor.
     """
     several = saved if isinstance(saved, list) else [saved]
-    if not isinstance(saved, list) and not _is_foreign(saved):
-        return from_undivided(groups, saved, given)
+    if saved is not several and not _is_foreign(saved):
+        return _ordered(groups, _from_undivided(groups, saved, given))
     records = [record for each in several for record in _records(each)]
-    leaves = _leaves(groups, options, given)
-    if saved is not several and "param_groups" in saved:
-        unknown = all(record.format is None for record in records)
-        if unknown or _is_plain_adamw(groups, leaves, saved, records):
-            return saved
     if strange := [record.group for record in records if record.format is None]:
         writers = [format.writer for format in FORMATS]
         raise ValueError(
@@ -180,16 +180,21 @@ def from_other_library(
             f"param group, expected MARS's state, or one of {', '.join(writers)}: load "
             "only the model"
         )
-    ids = {leaf.p: i for i, leaf in enumerate(leaves)}
-    if len(records) != len(leaves):  # theirs may have left out frozen ones
-        leaves = [leaf for leaf in leaves if leaf.p.requires_grad]
-    names = [*(leaf.name for leaf in leaves), *(record.name for record in records)]
+    every = _leaves(groups, options)
+    orders = [[every[i] for i in order], [every[i] for each in given for i in each]]
+    if saved is not several and _is_plain_adamw(groups, every, saved, records):
+        ordered = _ordered(groups, saved)
+        if all(map(_fits, every, _records(ordered))):
+            return ordered
+    if len(records) != len(every):  # theirs may have left out frozen ones
+        orders = [[leaf for leaf in each if leaf.p.requires_grad] for each in orders]
+    names = [leaf.name for leaf in every] + [record.name for record in records]
     has_names = None not in names
-    pairs = _by_name(leaves, records) if has_names else _by_order(leaves, records)
-    done: dict[str, None] = {}  # in order
+    match = _by_name if has_names else _by_order
+    ids, done = {leaf.p: i for i, leaf in enumerate(every)}, dict[str, None]()
     entries = {
         ids[leaf.p]: dict(_converted(leaf, record, done))
-        for leaf, record in pairs
+        for leaf, record in match(orders, records)
         if record.entry
     }
     found = dict.fromkeys(r.format.writer for r in records if r.format is not None)
@@ -201,58 +206,49 @@ def from_other_library(
     return {"state": entries, "param_groups": own, SOURCE: text}
 
 
+def _ordered(groups: Sequence[Mapping[str, Any]], saved: Any) -> Any:
+    check_entries(labels(groups), saved)
+    return in_order_of_names(groups, saved)
+
+
 # ---- state of undivided groups -------------------------------------------------------
 
 
-def from_undivided(
+def _from_undivided(
     groups: Sequence[Mapping[str, Any]], saved: Any, given: Sequence[Sequence[int]]
 ) -> Any:
-    """Return a state dict whose groups hold matrices beside other tensors, as marsopt
-    0.4 and the authors' class have them, in groups like ours. Any other is returned as
-    it is.
-
-    Args:
-        groups: the optimizer's param groups.
-        saved: a state dict of MARS, or a malformed one.
-        given: of each group as it was given, the numbers of its parameters.
+    """Return the state of groups that hold matrices beside other tensors, as marsopt
+    0.4 and the authors' class have them, over groups like ours, without
+    hyperparameters. Any other state dict is returned as it is.
 
     Raises:
-        ValueError: hyperparameters out of their range; parameters ahead of those that
-            were trained, by a correction that has gone.
+        ValueError: parameters ahead of those that were trained, by a correction that
+            has gone.
     """
     if not isinstance(saved, Mapping) or not _is_undivided(saved, given):
         return saved
-    params = [p for group in groups for p in group["params"]]
-    ours = [name for group in groups for name in group.get("param_names", ())]
-    if len(ours) == len(params):
-        in_given = [{"param_names": [ours[i] for i in numbers]} for numbers in given]
+    if any(group.get("train_mode", False) for group in saved["param_groups"]):
+        raise ValueError(
+            "got a state dict of correction='transport' in train mode, expected one in "
+            "eval mode: let marsopt 0.4 load it, call optimizer.eval(), and save it "
+            "and the model again"
+        )
+    names = [name for group in groups for name in group.get("param_names", ())]
+    if len(names) == sum(map(len, given)):
+        in_given = [{"param_names": [names[i] for i in numbers]} for numbers in given]
         saved = in_order_of_names(in_given, dict(saved))
-    # by a parameter's number: its id in ``saved``, its name and its hyperparameters
-    ids, names = dict[int, Any](), dict[int, str]()
-    values: dict[int, dict[str, Any]] = {}
+    ids, stages = dict[int, Any](), dict[int, dict[str, Any]]()
     for numbers, group in zip(given, saved["param_groups"], strict=True):
         ids |= dict(zip(numbers, group["params"], strict=True))
-        names |= dict(zip(numbers, group.get("param_names", ()), strict=False))
-        own = _present_values(group)
-        for part in parts_of(own, [params[i].shape for i in numbers]):
-            part_values = _divided(part, own)
-            values |= {numbers[i]: part_values for i in part.members}
-    first, like_ours = 0, []
+        kept = {key: group[key] for key in (STAGE_COUNT,) if key in group}
+        stages |= dict.fromkeys(numbers, kept)
+    every, like_ours = iter(range(len(ids))), []
     for group in groups:
-        numbers = range(first, first + len(group["params"]))
-        first = numbers.stop
-        if len({id(values[i]) for i in numbers}) > 1:
-            raise ValueError(
-                "got a state dict in which matrices and other tensors of a group have "
-                "values of their own, expected one value for both: build MARS with the "
-                "lr_1d, betas_1d and so on of the run that saved it"
-            )
-        like_ours.append(
-            {**(values[numbers[0]] if numbers else {})}
-            | {"params": [ids[i] for i in numbers]}
-            | ({"param_names": [names[i] for i in numbers]} if names else {})
-        )
-    return {**saved, "param_groups": like_ours}
+        own = list(islice(every, len(group["params"])))
+        stage = stages[own[0]] if own else {}
+        like_ours.append({**stage, "params": [ids[i] for i in own]})
+    text = "state of undivided groups; hyperparameters stay"
+    return {"state": saved["state"], "param_groups": like_ours, SOURCE: text}
 
 
 def _is_undivided(saved: Mapping[str, Any], given: Sequence[Sequence[int]]) -> bool:
@@ -268,36 +264,6 @@ def _is_undivided(saved: Mapping[str, Any], given: Sequence[Sequence[int]]) -> b
     sizes = [len(ids) if isinstance(ids, list | tuple) else None for ids in lists]
     has_ratio = any("lr_ratio" in group for group in groups)
     return not has_ratio and sizes == [len(numbers) for numbers in given]
-
-
-def _present_values(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of an undivided group.
-
-    Raises:
-        ValueError: its parameters are ahead of those that were trained.
-    """
-    if group.get("train_mode", False):
-        raise ValueError(
-            "got a state dict of correction='transport' in train mode, expected one in "
-            "eval mode: let marsopt 0.4 load it, call optimizer.eval(), and save it "
-            "and the model again"
-        )
-    gone = {"params", "param_names", "train_mode", "gamma_1d"}
-    if not group.get("base_lr", 1.0):  # no ratio follows from a rate of zero
-        gone |= {"base_lr", "lr_1d"}
-    return {name: value for name, value in group.items() if name not in gone}
-
-
-def _divided(part: Part, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a part of an undivided group. The authors' class
-    has some values of AdamW beside its rule in no group: they stay as they are.
-    """
-    values = {"lr_ratio": 1.0, **part.values}
-    if part.values["mars_type"] != own["mars_type"] and not own.get("optimize_1d"):
-        absent = {name: of for name, of in FOLLOWED.items() if name not in own}
-        absent = {**absent, "lr_1d": "lr_ratio"} if "lr_1d" in absent else absent
-        values = {n: v for n, v in values.items() if n not in absent.values()}
-    return values
 
 
 # ---- state dicts of all forms --------------------------------------------------------
@@ -319,7 +285,11 @@ def _is_foreign(saved: Any) -> bool:
     groups = saved.get("param_groups")
     if not isinstance(groups, Sequence) or not isinstance(saved.get("state"), Mapping):
         return _is_flat(saved)
-    return not any(isinstance(g, Mapping) and "mars_type" in g for g in groups)
+    own = {"amsgrad", "lr_ratio"}  # timm's Mars has only mars_type
+    kinds = [
+        g.keys() & own for g in groups if isinstance(g, Mapping) and "mars_type" in g
+    ]
+    return not any(kinds)
 
 
 def _records(saved: Any) -> Iterator[Record]:
@@ -354,13 +324,9 @@ def _record(name: str | None, group: Mapping[str, Any], entry: Any) -> Record:
 
 
 def _leaves(
-    groups: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
-    given: Sequence[Sequence[int]],
+    groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
 ) -> list[Leaf]:
-    """Return all parameters, in the order in which they were given, with the algorithms
-    that move them.
-    """
+    """Return all parameters with the algorithms that move them."""
     algorithms: list[Algorithm] = []
     names: list[str | None] = []
     for group in groups:
@@ -368,8 +334,7 @@ def _leaves(
         algorithms += [algorithm_of({**options, **group})] * num
         names += group.get("param_names", [None] * num)
     columns = zip(labels(groups), names, algorithms, strict=True)
-    leaves = [Leaf(p, label, name, a) for (p, label), name, a in columns]
-    return [leaves[number] for numbers in given for number in numbers]
+    return [Leaf(p, label, name, a) for (p, label), name, a in columns]
 
 
 def _is_plain_adamw(
@@ -381,6 +346,8 @@ def _is_plain_adamw(
     """Return whether a state dict is torch.optim.AdamW's, over the same groups, for an
     AdamW without a correction: it is loaded with its hyperparameters.
     """
+    if "param_groups" not in saved:
+        return False
     sizes, own = (
         [len(g["params"]) for g in gs] for gs in (saved["param_groups"], groups)
     )
@@ -392,17 +359,23 @@ def _is_plain_adamw(
 
 
 def _by_name(
-    leaves: Sequence[Leaf], records: Sequence[Record]
+    orders: Sequence[Sequence[Leaf]], records: Sequence[Record]
 ) -> list[tuple[Leaf, Record]]:
-    by_name = {plain_name(str(record.name)): record for record in records}
-    ours = {plain_name(str(leaf.name)) for leaf in leaves}
-    if apart := sorted(ours ^ by_name.keys()):
+    leaves, saved_names = orders[0], plain_names(str(r.name) for r in records)
+    by_name = dict(zip(saved_names, records, strict=True))
+    if twice := [n for n, num in Counter(saved_names).items() if num > 1]:
+        raise ValueError(
+            f"got the state of parameter {twice[0]!r} twice, expected once: pass each "
+            "optimizer's state dict once, and state of each parameter in one of them"
+        )
+    ours = plain_names(str(leaf.name) for leaf in leaves)
+    if apart := sorted({*ours} ^ by_name.keys()):
         side = "MARS" if apart[0] in ours else "the state dict"
         raise ValueError(
             f"got the parameter {apart[0]!r} in {side} only, expected the same names "
             "on both sides: build MARS over the same named parameters"
         )
-    pairs = [(leaf, by_name[plain_name(str(leaf.name))]) for leaf in leaves]
+    pairs = [(leaf, by_name[name]) for leaf, name in zip(leaves, ours, strict=True)]
     for leaf, record in pairs:
         assert record.format is not None
         if not leaf.takes(record.format):
@@ -415,40 +388,52 @@ def _by_name(
 
 
 def _by_order(
-    leaves: Sequence[Leaf], records: Sequence[Record]
+    orders: Sequence[Sequence[Leaf]], records: Sequence[Record]
 ) -> list[tuple[Leaf, Record]]:
+    """Return the pairs of the first order in which all shapes fit: of one that the
+    optimizer knows, or of matrices by falling shape, of a format that ``sorts``.
+    """
     momenta, moments = list[Record](), list[Record]()
     for record in records:
         assert record.format is not None
         (momenta if record.format.is_momentum else moments).append(record)
-    matrices = [leaf for leaf in leaves if leaf.algorithm.is_momentum]
-    rest = [leaf for leaf in leaves if leaf.is_adamw]
-    theirs, own = (len(momenta), len(moments)), (len(matrices), len(rest))
-    if theirs != own or sum(own) != len(leaves):
-        raise ValueError(
-            f"got state of {theirs[0]} parameters with a momentum and {theirs[1]} of "
-            f"AdamW, expected {own[0]} and {own[1]} of {len(leaves)}: build MARS over "
-            "the same parameters, and let matrix rules and AdamW move the same of them"
-        )
-    matrices = _sorted_to_fit(matrices, momenta)
-    return [*zip(matrices, momenta, strict=True), *zip(rest, moments, strict=True)]
+    theirs = [*momenta, *moments]
+    first: list[tuple[Leaf, Record]] = []
+    for leaves in orders:
+        matrices = [leaf for leaf in leaves if leaf.algorithm.is_momentum]
+        rest = [leaf for leaf in leaves if leaf.is_adamw]
+        nums, own = (len(momenta), len(moments)), (len(matrices), len(rest))
+        if nums != own or sum(own) != len(leaves):
+            raise ValueError(
+                f"got state of {nums[0]} parameters with a momentum and {nums[1]} of "
+                f"AdamW, expected {own[0]} and {own[1]} of {len(leaves)}: build MARS "
+                "over the same parameters, and let matrix rules and AdamW move the "
+                "same of them"
+            )
+        falling = sorted(matrices, key=lambda leaf: leaf.p.size(), reverse=True)
+        may_sort = any(r.format is not None and r.format.sorts for r in momenta)
+        for sides in ([*matrices, *rest], [*falling, *rest])[: 1 + may_sort]:
+            pairs = list(zip(sides, theirs, strict=True))
+            if all(_fits(*pair) for pair in pairs):
+                return pairs
+            first = first or pairs
+    leaf, record = next(pair for pair in first if not _fits(*pair))
+    raise ValueError(
+        f"got a moment of shape {tuple(_shape(record) or ())} for {leaf.label}, by "
+        f"order, expected {tuple(leaf.p.shape)}: set param_names, the list of names, "
+        "in each param group of the state dict, and build MARS over named parameters"
+    )
 
 
-def _sorted_to_fit(ours: list[Leaf], theirs: Sequence[Record]) -> list[Leaf]:
-    """Return our matrices in the order of the saved ones: as they are, or by falling
-    shape where only this order fits, of a format that ``sorts``.
-    """
-    saved = [r.entry.get("momentum_buffer") for r in theirs]
-    shapes = [t.shape if isinstance(t, Tensor) else None for t in saved]
+def _shape(record: Record) -> torch.Size | None:
+    """Return the shape of the parameter that a record is of, if its state tells it."""
+    known = record.format.moments if record.format is not None else {}
+    moments = [record.entry.get(key) for key, symbol in known.items() if symbol != "r"]
+    return next((m.shape for m in moments if isinstance(m, Tensor)), None)
 
-    def fits(order: Sequence[Leaf]) -> bool:
-        known = zip(order, shapes, strict=True)
-        return all(shape in (None, leaf.p.shape) for leaf, shape in known)
 
-    if not any(r.format is not None and r.format.sorts for r in theirs):
-        return ours
-    falling = sorted(ours, key=lambda leaf: leaf.p.size(), reverse=True)
-    return falling if fits(falling) and not fits(ours) else ours
+def _fits(leaf: Leaf, record: Record) -> bool:
+    return _shape(record) in (None, leaf.p.shape)
 
 
 # ---- its tensors ---------------------------------------------------------------------

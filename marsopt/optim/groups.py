@@ -43,6 +43,7 @@ from marsopt.rules.registry import FOLLOWED, correction_named, named, resolve
 AUTHORS_STRUCTURE = frozenset({"mars_type", "amsgrad", "epsilon_hat"})
 # The keys that a group may give when it is added, and does not keep (``split_group``).
 OF_REST = frozenset(table(Rest))
+WHOLE = frozenset(n for n, line in all_hyperparameters().items() if line.is_whole)
 
 
 def label(groups: Sequence[Mapping[str, Any]], number: int, index: int) -> str:
@@ -272,37 +273,6 @@ def fill_defaults(
     group.update({name: missing[name] for name in filled})
 
 
-class Part(NamedTuple):
-    """The tensors of a given group that one algorithm moves."""
-
-    values: dict[str, Any]  # the hyperparameters of a param group
-    members: list[int]  # positions in the given group
-
-
-def parts_of(values: Mapping[str, Any], shapes: Sequence[torch.Size]) -> list[Part]:
-    """Return the parts of a given group: matrices, then other tensors where another
-    algorithm or other values move them; one part at least.
-
-    Args:
-        values: hyperparameters of both kinds, complete.
-        shapes: of the given group's tensors.
-
-    Raises:
-        ValueError: as ``of_matrices`` and ``of_rest``.
-    """
-    own = of_matrices(values)
-    takes = Matrices(**arguments(Matrices, values)).takes
-    kinds = [takes(shape) for shape in shapes]
-    rest = None if all(kinds) else of_rest(values)
-    if rest is None:
-        return [Part(own, list(range(len(kinds))))]
-    parts = [
-        Part(kind_values, [i for i, is_matrix in enumerate(kinds) if is_matrix == kind])
-        for kind, kind_values in ((True, own), (False, rest))
-    ]
-    return [part for part in parts if part.members]
-
-
 def split_group(group: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the param groups that a given group becomes, one for each algorithm; and
     of each of its tensors, the position in the list of all their tensors.
@@ -311,7 +281,7 @@ def split_group(group: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[in
         group: the given one, with all hyperparameters.
 
     Raises:
-        ValueError: as ``parts_of``.
+        ValueError: as ``of_matrices`` and ``of_rest``.
     """
     params = group["params"]
     entries = [p[1] if isinstance(p, tuple) and len(p) == 2 else p for p in params]
@@ -319,12 +289,17 @@ def split_group(group: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[in
         return [dict(group)], []  # torch.optim refuses them
     aligned = {key: group[key] for key in ("params", "param_names") if key in group}
     values = {key: value for key, value in group.items() if key not in aligned}
-    parts = parts_of(values, [p.shape for p in entries])
-    order = [i for part in parts for i in part.members]
+    takes, own = Matrices(**arguments(Matrices, values)).takes, of_matrices(values)
+    kinds = [takes(p.shape) for p in entries]
+    rest = None if all(kinds) else of_rest(values)
+    sides = [(own, [i for i, kind in enumerate(kinds) if kind or rest is None])]
+    if rest is not None:
+        sides.append((rest, [i for i, kind in enumerate(kinds) if not kind]))
+    parts = [part for part in sides if part[1]] or sides
+    order = [i for _, members in parts for i in members]
     groups = [
-        {key: [column[i] for i in part.members] for key, column in aligned.items()}
-        | part.values
-        for part in parts
+        {key: [column[i] for i in members] for key, column in aligned.items()} | numbers
+        for numbers, members in parts
     ]
     return groups, sorted(range(len(order)), key=order.__getitem__)
 
@@ -335,8 +310,10 @@ def structure(group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
 
     Raises:
         ValueError: a hyperparameter that is no number is a tensor; an option that a
-            group has only until it is added.
+            group has only until it is added, or that is the whole optimizer's.
     """
+    if not WHOLE.isdisjoint(group):
+        _check_options(group, options)
     if not OF_REST.isdisjoint(group):
         raise ValueError(
             f"got {sorted(OF_REST & group.keys())} in a param group, expected them "

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from marsopt.functional.collectives import Collectives
+from marsopt.functional.trees import plain_names
 from marsopt.optim.loading import (
     SOURCE,
     Item,
@@ -78,23 +79,25 @@ def check_entries(
 def in_order_of_names(
     groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return ``saved`` with its parameters in the order of ``groups``, where both name
-    the same ones; else ``saved``, which goes by position.
+    """Return ``saved`` with its parameters in the order of ``groups``, if both name the
+    same ones, with wrappers or without; else ``saved``, which goes by position.
     """
-    if not all("param_names" in group for group in (*groups, *saved["param_groups"])):
+    saved_groups = saved["param_groups"]
+    if not all("param_names" in group for group in (*groups, *saved_groups)):
         return saved
-    names = [name for group in groups for name in group["param_names"]]
-    ids = {
-        name: i
-        for group in saved["param_groups"]
-        for name, i in zip(group["param_names"], group["params"], strict=True)
-    }
-    if len(groups) != len(saved["param_groups"]) or sorted(names) != sorted(ids):
+    names, saved_names = (
+        plain_names(name for group in each for name in group["param_names"])
+        for each in (groups, saved_groups)
+    )
+    numbers = [i for group in saved_groups for i in group["params"]]
+    ids = dict(zip(saved_names, numbers, strict=True))
+    if len(groups) != len(saved_groups) or sorted(names) != sorted(ids):
         return saved
+    rest = iter(names)
     ordered = [
         {**saved_group, "param_names": group["param_names"]}
-        | {"params": [ids[name] for name in group["param_names"]]}
-        for group, saved_group in zip(groups, saved["param_groups"], strict=True)
+        | {"params": [ids[next(rest)] for _ in group["param_names"]]}
+        for group, saved_group in zip(groups, saved_groups, strict=True)
     ]
     return {**saved, "param_groups": ordered}
 
@@ -110,7 +113,7 @@ def under_loaded(
         if isinstance(key, Tensor):
             kept = entry_of_mars(present.get(key, {}))
             foreign = {k: v for k, v in entry.items() if not _is_of_mars(k)}
-            state[key] = {"step": torch.zeros(()), **kept, **foreign}
+            state[key] = {"step": torch.zeros((), device="cpu"), **kept, **foreign}
         else:
             state[key] = entry
     return state

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._composable_state import _module_state_mapping
 
 NOTHING = "nothing"  # shown of a rank that lacks a name
 
@@ -65,3 +67,14 @@ def _two(
             for key, told in ranks.items():
                 found[key] = min(told, found.get(key, told), key=lambda pair: pair[0])
     return sorted(found.values(), key=lambda pair: pair[0])[:2]
+
+
+def names_in_modules(params: Sequence[tuple[Tensor, str]]) -> dict[str, str]:
+    """Return the name of each parameter in the largest module that FSDP2 shards, by the
+    parameter's label: unnamed ones of one shape may lie in another order on a rank.
+    """
+    names = dict[int, str]()
+    for module in list(_module_state_mapping):
+        for name, p in module.named_parameters():
+            names[id(p)] = max(name, names.get(id(p), ""), key=len)
+    return {f"module of {what}": names[id(p)] for p, what in params if id(p) in names}

@@ -26,7 +26,7 @@ from marsopt.functional.collectives import (
     flat_row_indices,
     precondition_leaves,
 )
-from marsopt.parallel.agreement import check_equal
+from marsopt.parallel.agreement import check_equal, names_in_modules
 from marsopt.parallel.cut import Cut, MatrixSpec, cut_of
 from marsopt.parallel.data_parallel import DataParallel
 from marsopt.parallel.grid import Grid, grid_of, group_over
@@ -242,6 +242,7 @@ class MeshCollectives:
             RuntimeError: on every rank, where they differ.
         """
         own = {**self._options, "mesh": tuple(self.mesh.shape)}
+        own |= names_in_modules(params)
         groups = self.mesh.get_all_groups()
         check_equal({**values, **own}, groups, self.mesh.device_type)
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from marsopt.models.roles import TABLES, by_name, roles
+from marsopt.models.names import TABLES, by_name
+from marsopt.models.roles import roles
 from marsopt.optim.compiled import declined, missing_for
 from marsopt.profiling.gpt2 import EMBEDDINGS, MODELS, VOCAB_SIZE, Subject, shapes
 from marsopt.profiling.machine import free_memory

@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import Field, field, fields, is_dataclass, replace
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from functools import cache
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -102,23 +102,25 @@ CHECKS: dict[Any, Check] = {
     bool | None: checks.none_or(checks.true_or_false),
 }
 
-# names of other libraries that no similar name of ours would find
-ELSEWHERE = dict(
-    learning_rate="lr",
-    momentum="betas",
-    beta1="betas",
-    beta2="betas",
-    decay="weight_decay",
-    wd="weight_decay",
-    max_grad_norm="max_norm",
-    clip_grad="max_norm",
-    clip_grad_norm="max_norm",
-    gradient_clip="max_norm",
-    gradient_clip_val="max_norm",
-    cautious_wd="cautious_weight_decay",
-    backend_steps="ns_steps",
-    rule="mars_type",
-)
+# names of other libraries, by ours
+WORDS = {
+    "lr": "learning_rate step_size muon_lr matrix_lr",
+    "lr_1d": "adam_lr adamw_lr scalar_lr embed_lr embedding_lr head_lr",
+    "betas": "momentum mu beta1 beta2 adam_betas muon_momentum",
+    "betas_1d": "adamw_betas",
+    "eps": "epsilon adam_eps adam_epsilon adamw_eps",
+    "weight_decay": "decay wd",
+    "weight_decay_1d": "adamw_wd adamw_weight_decay",
+    "max_norm": (
+        "grad_clip clip_grad clip_grad_norm max_grad_norm gradient_clip clip_norm"
+        " gradient_clip_val gradient_clipping grad_norm_clip"
+    ),
+    "mars_type": "rule optimizer optimizer_name algorithm",
+    "cautious_weight_decay": "cautious_wd",
+    "ns_steps": "backend_steps",
+    "gamma": "mars_gamma",
+}
+ELSEWHERE = {word: name for name, words in WORDS.items() for word in words.split()}
 HOW = {"foreach", "fused", "capturable", "differentiable"}  # of torch.optim
 # options of other libraries, and of MARS or Rule.step only: the advice in their place
 INSTEAD = dict(
@@ -290,9 +292,30 @@ def check_values(known: Table, values: Mapping[str, Any]) -> None:
 
 
 def resembled(name: str, known: Collection[str]) -> str | None:
-    """Return the ``known`` name that was meant by another, if that is plain."""
-    near = [ELSEWHERE.get(name), *get_close_matches(name, known, n=1, cutoff=0.85)]
-    return next((meant for meant in near if meant in known), None)
+    """Return the ``known`` name that another is in other libraries, or is but for one
+    typo.
+    """
+    if ELSEWHERE.get(name) in known:
+        return ELSEWHERE[name]
+    near = [meant for meant in known if _is_typo(name, meant)]
+    return checks.closest(name, near) or next(iter(near), None)
+
+
+def _is_typo(name: str, meant: str) -> bool:
+    if len(meant) <= 3:  # lr, eps: l1 is a user's own
+        return sorted(name.lower()) == sorted(meant)
+    blocks = SequenceMatcher(None, name, meant).get_matching_blocks()
+    longer = max(len(name), len(meant))
+    return sum(block.size for block in blocks) >= longer - 1
+
+
+def meant_by(name: str, known: Collection[str]) -> str | None:
+    """Return the ``known`` name that is most like another, other libraries' words
+    among them.
+    """
+    words = [*known, *(word for word, own in ELSEWHERE.items() if own in known)]
+    close = resembled(name, known) or checks.closest(name, words)
+    return close if close in known else ELSEWHERE.get(str(close))
 
 
 def check_names(names: Mapping[str, Any], known: Collection[str], what: str) -> None:
@@ -304,12 +327,8 @@ def check_names(names: Mapping[str, Any], known: Collection[str], what: str) -> 
     unknown = [name for name in names if name not in known]
     if not unknown:
         return
-    close = {
-        name: ELSEWHERE.get(name) or checks.closest(name, known)
-        for name in unknown
-        if name not in INSTEAD
-    }
-    meant = [f"{near!r} for {name!r}" for name, near in close.items() if near in known]
+    close = {n: meant_by(n, known) for n in unknown if n not in INSTEAD}
+    meant = [f"{near!r} for {name!r}" for name, near in close.items() if near]
     do = f"did you mean {', '.join(meant[:MOST_NAMES])}?" if meant else "leave it out"
     if len(unknown) > 1 and not meant:
         do = "leave them out"

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import json
 import logging
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +27,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 import configs
 import marsopt
 from configs.published import LR
-from marsopt import LOCAL, MARS, for_model
+from marsopt import LOCAL, MARS, REGISTRY, for_model
 from marsopt.models.for_model import LEARNING_RATES, RULES, learning_rate
 from marsopt.parallel import MeshCollectives
 from tests.library.test_param_groups import SHAPE, adapted
@@ -100,33 +110,49 @@ def test_options_go_to_the_groups_and_to_the_class():
     assert soap.param_groups[0]["sides"] == "short"  # an option of that rule alone
 
 
-def test_it_says_in_one_line_and_in_print_what_it_chose(caplog):
+LINES = {
+    "moonlight": (
+        ["moonlight: 8 matrices, 1536 parameters, lr 0.017"]
+        + ["adamw: 1 matrices (wte.weight), 296 parameters, lr 0.017"]
+        + ["frozen: 48 parameters", "correction: None", "max_norm: 1.0"]
+    ),
+    "mars-adamw": (
+        ["mars-adamw: 9 matrices, 1792 parameters, lr 0.1"]
+        + ["adamw: 0 matrices, 40 parameters, lr 0.003", "frozen: 48 parameters"]
+        + ["correction: approximate", "max_norm: 1.0"]
+    ),
+    "lion": (
+        ["lion: 9 matrices, 1832 parameters, lr 0.1", "frozen: 48 parameters"]
+        + ["correction: None", "max_norm: 1.0"]
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", LINES)
+def test_one_line_and_print_say_what_moves_what(rule, caplog):
     caplog.set_level(logging.INFO)
     model = gpt2()
     model.wpe.requires_grad_(False)
-    optimizer = for_model(model, compile=False)
+    lr = None if rule == "moonlight" else 0.1
+    optimizer = for_model(model, rule, lr=lr, compile=False)
     (line,) = [r for r in caplog.records if "for_model" in r.getMessage()]
-    num = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert line.levelno == logging.INFO
-    assert line.getMessage() == (
-        "marsopt.for_model: moonlight, correction=None, "
-        f"lr=0.017 (by size: {num} parameters), max_norm=1.0, collectives=LOCAL; "
-        "tensors by rule: moonlight 8, adamw 6, frozen 1"
+    lines = [*LINES[rule], "collectives: LOCAL"]
+    by_size = "; lr by size (1832 parameters)" if lr is None else ""
+    assert line.getMessage() == f"marsopt.for_model: {'; '.join(lines)}{by_size}"
+    head = "".join(f"    {text}\n" for text in lines)
+    assert str(optimizer).startswith(f"MARS (\n{head}Parameter Group 0\n")
+
+
+def test_print_says_that_a_matrix_rule_moves_nothing():
+    """Kernels of convolutions, which no name tells, are AdamW's."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3))
+    optimizer = MARS(model.parameters(), mars_type="muon", compile=False)
+    assert "    muon: 0 matrices, 0 parameters\n" in str(optimizer)
+    kernels = "parameter 0 of group 0, parameter 2 of group 0"
+    assert f"    adamw: 2 matrices ({kernels}), 260 parameters, lr 0.003" in str(
+        optimizer
     )
-    text = str(optimizer)
-    for what in (
-        "correction: None",
-        "max_norm: 1.0",
-        "collectives: LOCAL",
-        "lr: 0.017",
-    ):
-        assert f"\n    {what}\n" in text
-
-
-def test_it_says_which_correction_a_rule_has_by_itself(caplog):
-    caplog.set_level(logging.INFO)
-    for_model(gpt2(), "mars-m", lr=0.1, compile=False)
-    assert "mars-m, correction='approximate', lr" in caplog.text
 
 
 def test_what_it_does_not_take():
@@ -138,6 +164,61 @@ def test_what_it_does_not_take():
         for_model(gpt2(), "moon")
     with pytest.raises(ValueError, match="got no lr for 'lion', expected one"):
         for_model(gpt2(), "lion")
+    bigrams = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+    with pytest.raises(ValueError, match="without a hidden matrix for 'muon', expec"):
+        for_model(bigrams, "Muon", lr=0.1)
+    assert for_model(bigrams, "adamw", lr=0.1, compile=False)
+
+
+# ---- what other tools read -----------------------------------------------------------
+
+
+@hypothesis.settings(max_examples=40, derandomize=True, database=None, deadline=None)
+@hypothesis.given(
+    rule=st.sampled_from(list(REGISTRY)),
+    log_time=st.none() | st.sampled_from([8, 10.0]),
+    betas=st.none() | st.sampled_from([(0.9, 0.95), [0.9, 0.99]]),
+    own=st.dictionaries(
+        st.sampled_from(["no_weight_decay", "lr_scale", "name", "layer_decay", "l1"]),
+        st.none() | st.booleans() | st.floats(0, 1) | st.text(max_size=3),
+    ),
+    options=st.fixed_dictionaries(
+        {
+            name: st.booleans()
+            for name in (
+                "full_state_dict",
+                "cpu_offload",
+                "flatten_optimizer_state_dict",
+                "ignore_frozen_params",
+            )
+        }
+    ),
+)
+def test_other_tools_read_groups_and_state(rule, log_time, betas, own, options):
+    def build(model):
+        more = {"betas": betas} if betas is not None else {}
+        made = for_model(model, rule, lr=0.02, log_time=log_time, compile=False, **more)
+        for group in made.param_groups:
+            group.update(own)
+        return made
+
+    model, resumed = gpt2(), gpt2()
+    if options["full_state_dict"]:  # torch cannot load both in one, AdamW's either
+        options |= {"flatten_optimizer_state_dict": False}
+    optimizer, how = build(model), StateDictOptions(**options)
+    train(model, optimizer, 2)
+    groups = json.loads(json.dumps(optimizer.state_dict()["param_groups"]))
+    assert all(group.items() >= own.items() for group in groups)
+    file = io.BytesIO()
+    torch.save(copy.deepcopy(optimizer).state_dict(), file)
+    assert b"marsopt" not in file.getvalue()  # which another program has not
+    saved = get_optimizer_state_dict(model, optimizer, options=how)
+    other = build(resumed)
+    resumed.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(resumed, other, saved, options=how)
+    train(model, optimizer, 2)
+    train(resumed, other, 2)
+    assert_same(model, resumed)
 
 
 # ---- learning rates ------------------------------------------------------------------

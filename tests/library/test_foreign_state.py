@@ -14,13 +14,16 @@ import importlib.util
 import logging
 import math
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import nn
 
 import marsopt
 from marsopt import MARS
 from tests.library.test_conformance import PORTS, needs_ports
+from tests.library.test_param_groups import Replica
 
 # in the order of a model, which is none of falling shapes
 SHAPES = {
@@ -300,19 +303,79 @@ def test_a_checkpoint_of_torchtitan_goes_on_by_name(tmp_path, monkeypatch):
     goes_on(params, optimizers, saved, "muon", named=True)
 
 
+# ---- docs/conformance.md's recipe, into for_model ------------------------------------
+
+
+class Model(nn.Module):
+    """Heads and embeddings of one shape, matrices of one shape."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.norm = nn.Embedding(9, 8), nn.LayerNorm(8)
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 9)
+
+    def forward(self, x, labels=None):
+        y = self.head(self.two(self.one(self.norm(self.embed(x)))))
+        return {"loss": y.square().mean(), "logits": y}
+
+
+def muon_and_adamw(model):
+    """By order: AdamW has what Muon leaves."""
+    hidden = [model.one.weight, model.two.weight]
+    rest = [p for p in model.parameters() if all(p is not h for h in hidden)]
+    return [torch.optim.Muon(hidden), torch.optim.AdamW(rest)]
+
+
+def all_by_adamw(model):
+    return [torch.optim.AdamW(model.parameters())]
+
+
+def by_decay(model):
+    """As the Trainer divides them, which docs/conformance.md names."""
+    kinds = [[], []]
+    for name, p in model.named_parameters():
+        kinds["bias" in name or "norm" in name].append(p)
+    return [torch.optim.AdamW([{"params": kind} for kind in kinds])]
+
+
+def name_groups(saved, model):
+    names = [n for n, _ in model.named_parameters()]
+    decayed = [n for n in names if "bias" not in n and "norm" not in n]
+    kinds = decayed, [n for n in names if n not in decayed]
+    for group, kind in zip(saved["param_groups"], kinds, strict=True):
+        group["param_names"] = kind
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, Replica, torch.compile])
+@pytest.mark.parametrize("make", [muon_and_adamw, all_by_adamw, by_decay])
+def test_a_state_by_order_goes_into_for_model(make, wrap):
+    """In the order of model.parameters(), which for_model's groups have not."""
+    theirs, model = Model(), Model()
+    optimizers = make(theirs)
+    theirs(torch.arange(9))["loss"].backward()
+    for each in optimizers:
+        each.step()
+    rule = "moonlight" if make is muon_and_adamw else "adamw"
+    optimizer = marsopt.for_model(wrap(model), rule, lr=LR, compile=False)
+    saved = [copy.deepcopy(each.state_dict()) for each in optimizers]
+    if make is by_decay:
+        with pytest.raises(ValueError, match="set param_names"):
+            optimizer.load_state_dict(saved[0])
+        name_groups(saved[0], theirs)
+    optimizer.load_state_dict(saved if len(saved) > 1 else saved[0])
+    kept = {p: entry for each in optimizers for p, entry in each.state.items()}
+    for p, q in zip(theirs.parameters(), model.parameters(), strict=True):
+        for key in kept[p].keys() & optimizer.state[q].keys():
+            assert torch.equal(kept[p][key], optimizer.state[q][key]), key
+        assert {"exp_avg", "momentum_buffer"} & optimizer.state[q].keys()
+
+
 def test_a_checkpoint_of_transformers_trainer_goes_on(tmp_path):
+    """Its ``optimizer.pt``: into groups like its own, and by names into for_model."""
     transformers = pytest.importorskip("transformers")
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.norm = nn.Linear(4, 8), nn.LayerNorm(8)
-
-        def forward(self, x, labels):
-            y = self.norm(self.layer(x))
-            return {"loss": (y - labels).square().mean(), "logits": y}
-
-    rows = [dict(x=torch.randn(4), labels=torch.randn(8)) for _ in range(64)]
+    rows = [dict(x=torch.randint(0, 9, (4,)), labels=torch.zeros(4)) for _ in range(64)]
     arguments = transformers.TrainingArguments(
         str(tmp_path), max_steps=50, save_steps=50, weight_decay=0.1, use_cpu=True,
         report_to=[], disable_tqdm=True, learning_rate=LR, logging_strategy="no",
@@ -321,22 +384,24 @@ def test_a_checkpoint_of_transformers_trainer_goes_on(tmp_path):
     trainer = transformers.Trainer(Model(), arguments, train_dataset=rows)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
-    file = tmp_path / "checkpoint-50" / "optimizer.pt"
-    theirs = dict(trainer.model.named_parameters())
-    own = {name: nn.Parameter(p.detach().clone()) for name, p in theirs.items()}
-    decayed = set(trainer.get_decay_parameter_names(trainer.model))
-    assert 0 < len(decayed) < len(own)
-    groups = [
-        {"params": [p for name, p in own.items() if (name in decayed) == is_decayed]}
-        for is_decayed in (True, False)
-    ]
-    optimizer = MARS(groups, mars_type="adamw", compile=False)
-    optimizer.load_state_dict(torch.load(file, weights_only=True))
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
-    step([trainer.optimizer], theirs, 50)
-    step([optimizer], own, 50)
-    for name, p in theirs.items():
-        torch.testing.assert_close(own[name], p, rtol=0, atol=1e-6)
+    file, theirs = tmp_path / "checkpoint-50" / "optimizer.pt", trainer.model
+    saved, model = torch.load(file, weights_only=True), Model()
+    by_hand = MARS(by_decay(model)[0].param_groups, mars_type="adamw", compile=False)
+    by_hand.load_state_dict(saved)
+    assert [group["weight_decay"] for group in by_hand.param_groups] == [0.1, 0.0]
+    optimizer = marsopt.for_model(
+        model, "adamw", lr=LR, weight_decay=0.1, betas=(0.9, 0.999), max_norm=None,
+        compile=False,
+    )  # fmt: skip
+    name_groups(saved, model)
+    optimizer.load_state_dict(saved)
+    model.load_state_dict(theirs.state_dict())
+    # the Trainer decays embeddings and heads too
+    optimizer.param_groups[1]["weight_decay"] = 0.1
+    step([trainer.optimizer], dict(theirs.named_parameters()), 50)
+    step([optimizer], dict(model.named_parameters()), 50)
+    for p, q in zip(theirs.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q, p, rtol=0, atol=1e-6)
 
 
 # ---- what is taken, and what begins again --------------------------------------------
@@ -474,7 +539,7 @@ WRONG = {
     ),
     "shape": (
         entry_of("momentum_buffer", torch.ones(8, 4)),
-        "momentum_buffer of shape",
+        r"shape \(8, 4\) for parameter 0 of group 1, by order, .* set param_names",
     ),
     "fewer": (
         lambda s: changed(s, group={"params": s["param_groups"][0]["params"][:-1]}),
@@ -520,15 +585,61 @@ def test_a_rule_that_needs_more_refuses(mars_type, options, message):
         optimizer.load_state_dict([each.state_dict() for each in optimizers])
 
 
-def test_sums_of_torchs_sgd_are_no_averages():
+def timm(params):
+    """With the keys of timm's Mars, which corrects by another formula."""
+    made = torch.optim.RAdam(params)
+    for group in made.param_groups:
+        group |= dict(mars_type="adamw", optimize_1d=False, gamma=0.025)
+    return made
+
+
+UNKNOWN = [
+    functools.partial(torch.optim.SGD, lr=LR, momentum=0.9),
+    functools.partial(torch.optim.RMSprop, momentum=0.9),
+    torch.optim.RAdam,
+    torch.optim.NAdam,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    timm,
+]
+
+
+@hypothesis.settings(max_examples=60, derandomize=True, database=None, deadline=None)
+@hypothesis.given(
+    make=st.sampled_from(UNKNOWN),
+    mars_type=st.sampled_from(["muon", "adamw", "mars-adamw", "lion"]),
+    several=st.booleans(),
+    num_groups=st.integers(1, 2),
+    named=st.booleans(),
+)
+def test_state_of_an_unknown_optimizer_is_refused_by_both_doors(
+    make, mars_type, several, num_groups, named
+):
     params = parameters()
-    sgd = torch.optim.SGD(pick(params, MATRICES), lr=LR, momentum=0.9)
-    beside = torch.optim.AdamW(pick(params, REST))
-    step([sgd, beside], params, 0)
-    with pytest.raises(ValueError, match="'dampening'.* load only the model"):
-        ours(parameters(), "muon").load_state_dict(
-            [sgd.state_dict(), beside.state_dict()]
-        )
+    listed = [*params.items()] if named else [*params.values()]
+    groups = [{"params": listed[:3]}, {"params": listed[3:]}]
+    theirs = make(groups if num_groups == 2 else listed)
+    step([theirs], params, 0)
+    saved, own = theirs.state_dict(), parameters()
+    optimizer = MARS(own.items(), mars_type=mars_type, compile=False)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="got the state of an optimizer with .* only"):
+        optimizer.load_state_dict([saved] if several else saved)
+    after = optimizer.state_dict()
+    torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
+    assert after["param_groups"] == before["param_groups"]
+
+
+def test_a_parameter_that_is_named_twice_is_refused():
+    def named(params):
+        return [torch.optim.AdamW(list(params.items()), lr=LR)]
+
+    _, (adamw,) = after_fifty(named)
+    saved = adamw.state_dict()
+    optimizer = MARS(list(parameters().items()), mars_type="adamw", compile=False)
+    with pytest.raises(ValueError, match="state of parameter 'embed' twice"):
+        optimizer.load_state_dict([saved, saved])
 
 
 def test_other_names_are_refused():
@@ -549,104 +660,41 @@ def test_other_names_are_refused():
 
 # ---- undivided groups: marsopt 0.4, and the authors' class ---------------------------
 
-MIXED = (5,), (6, 4), (3,), (4, 4)
-VALUES = dict(lr_1d=0.05, betas_1d=(0.8, 0.9), weight_decay_1d=0.2, nesterov_1d=None)
 
-
-def mixed(mars_type, *, named, **options):
-    """Parameters in two groups of both kinds, and their optimizer."""
-    g = torch.Generator().manual_seed(0)
-    params = [nn.Parameter(torch.randn(shape, generator=g)) for shape in MIXED]
-    listed = [(f"p{i}", p) for i, p in enumerate(params)] if named else params
-    groups = [{"params": listed[:3]}, {"params": listed[3:], "weight_decay": 0.3}]
-    own = dict(lr=0.1, compile=False, ns_dtype=torch.float32)
-    return params, MARS(groups, mars_type=mars_type, **own, **options)
-
-
-def steps(params, optimizer, seeds):
-    for seed in seeds:
-        g = torch.Generator().manual_seed(seed)
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=g)
-        optimizer.step()
-
-
-def undivided(optimizer, order, **more):
-    """Its state dict as 0.4 has it: two groups as given, and the keys of vectors."""
-    saved = optimizer.state_dict()
-    first, _, second = saved["param_groups"]
-    # given are a vector, a matrix and a vector; and a matrix
-    lists, groups = ([1, 0, 2], [3]), []
-    for group, numbers in zip((first, second), lists, strict=True):
-        kept = {k: v for k, v in group.items() if k not in ("params", "lr_ratio")}
-        kept |= dict(base_lr=0.1, optimize_1d=False, **VALUES) | more
-        kept |= {"lr_1d": None, "weight_decay_1d": None} if group is second else {}
-        names = [f"p{i}" for i in ((0, 1, 2), (3,))[len(groups)]]
-        kept |= {"param_names": names} if "param_names" in group else {}
-        if order == "other" and len(names) == 3:
-            numbers, kept["param_names"] = numbers[::-1], names[::-1]
-        groups.append(kept | {"params": numbers})
-    # NorMuon's moments of rows were of the parameter's row shape
-    state = {
-        i: entry | {k: v[0] for k, v in entry.items() if k == "row_exp_avg_sq"}
-        for i, entry in saved["state"].items()
-    }
+def undivided(optimizer, params, **more):
+    """Its state dict as 0.4 has it: two groups of both kinds, the first one reversed if
+    its parameters have names.
+    """
+    state, groups = {}, []
+    for i, p in enumerate(params):
+        state[i] = {k: v.clone() for k, v in optimizer.state[p].items()}
+    for numbers in ([2, 1, 0], [3]):
+        names = [f"p{i}" for i in numbers]
+        groups.append(dict(mars_type="mars-adamw", amsgrad=False, lr=0.5, **more))
+        is_named = "param_names" in optimizer.param_groups[0]
+        groups[-1] |= {"param_names": names} if is_named else {}
+        groups[-1]["params"] = numbers if is_named else sorted(numbers)
     return {"state": state, "param_groups": groups}
 
 
-@pytest.mark.parametrize("order", ["as given", "other"])
-@pytest.mark.parametrize("mars_type", ["mars-adamw", "moonlight", "lion", "normuon"])
-def test_a_state_of_undivided_groups_is_divided_as_they_were_given(mars_type, order):
-    options = {n: v for n, v in VALUES.items() if v is not None}
-    params, optimizer = mixed(mars_type, named=order == "other", **options)
-    steps(params, optimizer, range(3))
-    saved = copy.deepcopy(undivided(optimizer, order))
-    others, other = mixed(mars_type, named=order == "other", lr_1d=0.7)
-    with torch.no_grad():
-        for p, q in zip(params, others, strict=True):
-            q.copy_(p)
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "moonlight", "soap", "lion"])
+def test_a_state_of_undivided_groups_goes_to_those_that_were_given(mars_type, named):
+    g = torch.Generator().manual_seed(0)
+    params = [
+        nn.Parameter(torch.randn(shape, generator=g))
+        for shape in ((5,), (6, 4), (3,), (4, 4))
+    ]
+    listed = [(f"p{i}", p) for i, p in enumerate(params)] if named else params
+    groups = [{"params": listed[:3]}, {"params": listed[3:]}]
+    optimizer = MARS(groups, mars_type=mars_type, lr=0.1, compile=False)
+    for seed in range(3):
+        step([optimizer], dict(enumerate(params)), seed)
+    saved, other = undivided(optimizer, params), copy.deepcopy(optimizer)
+    other.reset_momentum()
+    with pytest.raises(ValueError, match="correction='transport' in train mode"):
+        other.load_state_dict(undivided(optimizer, params, train_mode=True))
     other.load_state_dict(saved)
-    for old, new in zip(optimizer.param_groups, other.param_groups, strict=True):
-        assert {k: v for k, v in old.items() if k != "params"} == {
-            k: v for k, v in new.items() if k != "params"
-        }
-    for each, of in ((optimizer, params), (other, others)):
-        steps(of, each, range(5, 8))
-    for p, q in zip(params, others, strict=True):
-        assert torch.equal(p, q)
-    assert set(other.state_dict()["param_groups"][0]) == set(other.param_groups[0])
-
-
-def test_values_that_the_authors_groups_lack_stay():
-    """Their class has lr_1d and betas_1d beside its groups."""
-    params, optimizer = mixed(
-        "mars-adamw", named=False, lr_1d=0.05, betas_1d=(0.8, 0.9)
-    )
-    steps(params, optimizer, range(2))
-    saved = undivided(optimizer, "as given")
-    for group in saved["param_groups"]:
-        for key in ("lr_1d", "betas_1d", "base_lr", "nesterov_1d"):
-            del group[key]
-        group["lr"] = 0.02
-    optimizer.load_state_dict(saved)
-    _, vectors, _ = optimizer.param_groups
-    assert (vectors["lr"], vectors["lr_ratio"]) == (0.02, 0.05 / 0.1)
-    assert (vectors["betas"], vectors["weight_decay"]) == ((0.8, 0.9), 0.2)
-
-
-@pytest.mark.parametrize(
-    ("more", "options", "error"),
-    [
-        (dict(train_mode=True), {}, "correction='transport' in train mode"),
-        (dict(lr_1d=0.05), dict(mars_type="adamw"), "values of their own"),
-        (dict(lr_1d=-1.0), {}, "got lr_1d=-1.0"),
-    ],
-)
-def test_an_undivided_state_that_cannot_be_divided_is_refused(more, options, error):
-    _, optimizer = mixed("mars-adamw", named=False, lr_1d=0.05)
-    saved = undivided(optimizer, "as given", **more)
-    for group in saved["param_groups"] if options else ():
-        group |= options
-    _, other = mixed(**{"mars_type": "mars-adamw", "named": False, **options})
-    with pytest.raises(ValueError, match=error):
-        other.load_state_dict(saved)
+    new, old = other.state_dict(), optimizer.state_dict()
+    torch.testing.assert_close(new["state"], old["state"], rtol=0, atol=0)
+    assert {group["lr"] for group in other.param_groups} == {0.1}

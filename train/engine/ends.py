@@ -34,6 +34,7 @@ from train.runs.safe_dcp import UnreadableCheckpoint
 
 FAILED, UNUSABLE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 PATIENCE = 5.0  # seconds in which other ranks say why they end
+ONE_PRESS = 1.0  # seconds in which two signals are one Ctrl-C, torchrun's and ours
 ORPHAN_PATIENCE = 600.0  # seconds in which a rank without a launcher may still save
 # what a collective says when another rank has gone
 BY_OTHERS = ("onnection", "peer", "imed out", "imeout", "gloo", "NCCL")
@@ -54,13 +55,13 @@ class LossNotFinite(UserError):
 class Signals:
     """What this process was told by signals.
 
-    Ctrl-C ends it at once. SIGTERM, which schedulers send some time before SIGKILL,
-    ends it after the next step, with a checkpoint; before the first, at once.
+    Ctrl-C, and SIGTERM, which schedulers send some time before SIGKILL, end it after
+    the next step, with a checkpoint; before the first, and by a second Ctrl-C, at once.
     """
 
     def __init__(self) -> None:
         self.told: signal.Signals | None = None
-        self.in_steps = False
+        self.in_steps, self._first = False, 0.0
         signal.signal(signal.SIGINT, self._handle)
         signal.signal(signal.SIGTERM, self._handle)
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -68,9 +69,11 @@ class Signals:
             threading.Thread(target=self._outlive, args=[launcher], daemon=True).start()
 
     def _handle(self, number: int, frame: object) -> None:
-        # torchrun passes on a SIGTERM that its ranks may have had already
-        self.told = self.told or signal.Signals(number)
-        if number == signal.SIGINT or not self.in_steps:
+        # torchrun passes on a signal that its ranks may have had already
+        if self.told is None:
+            self.told, self._first = signal.Signals(number), time.monotonic()
+        is_second = time.monotonic() - self._first > ONE_PRESS
+        if not self.in_steps or (number == signal.SIGINT and is_second):
             raise KeyboardInterrupt(number)
 
     def _outlive(self, launcher: int) -> None:

@@ -4,10 +4,13 @@ import argparse
 import logging
 import math
 import os
+import re
 import sys
 import threading
 import warnings
+from contextlib import redirect_stderr
 from functools import partial
+from io import StringIO
 from pathlib import Path
 
 from train.engine import recipes
@@ -53,7 +56,16 @@ def parse(argv: list[str]):
         check_known(config, rest)
         prog = f"python -m train --config {args.config}"
         how = dict(prog=prog, registry=custom_registry)
-        return tyro.cli(type(config), args=rest, default=config, **how)
+        with redirect_stderr(StringIO()) as box:  # which tyro draws around its lines
+            return tyro.cli(type(config), args=rest, default=config, **how)
+    except SystemExit as ended:
+        if not ended.code:
+            raise
+        words = re.sub("[╭╮╰╯│─]", " ", box.getvalue()).split()
+        line, _, _ = " ".join(words).partition(" For full helptext")
+        told = line.partition("Error parsing ")[2].partition(": ")[2]  # by our checks
+        why = f"got options that do not fit ({line}), expected valid ones: see --help"
+        raise UserError(told or why) from None
     except (ValueError, AssertionError) as error:  # torchtitan's checks of its fields
         raise UserError(
             f"got options that torchtitan refuses ({error}), expected valid ones: see "

@@ -71,7 +71,8 @@ class Lines(BaseLogger):
             expected = "the lines that an earlier call wrote: move it away"
             with opened(path, expected) as file:
                 before = file.read()
-            kept = b"".join(row for row in before.splitlines(True) if _is_by(row, done))
+            rows = [row for row in before.splitlines() if _is_by(row, done)]
+            kept = b"".join(row + b"\n" for row in rows)
             if kept != before:
                 write(path, kept)
         self._file = growing(path, "a")

@@ -111,6 +111,12 @@ class HeldOut(Validator):
         steps = config.samples // (local_batch_size * dp_world_size)
         super().__init__(replace(config, steps=steps), **sizes, **kwargs)
         self.dl_config = Spread(self.dl_config, config.samples)
+        self._validated = 0  # the last step
 
     def should_validate(self, step: int) -> bool:
-        return super().should_validate(step) or step == self.config.last_step
+        is_due = super().should_validate(step) or step == self.config.last_step
+        return is_due and step != self._validated
+
+    def validate(self, model_parts, step: int) -> None:
+        super().validate(model_parts, step)
+        self._validated = step

@@ -69,6 +69,9 @@ class MarsTrainer(Trainer):
         if self._exact:
             self.optimizers.mars.update_last_grad()
         self.began = True
+        # before the checkpoint: a run that resumes from it has this step's row
+        if self.config.validator.enable and self.validator.should_validate(self.step):
+            self.validator.validate(self.model_parts, self.step)
         self.checkpointer.ending = self._vote.take(self.told())
 
     def _loss_not_finite(self, rate: float) -> LossNotFinite:

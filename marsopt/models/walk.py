@@ -1,0 +1,70 @@
+"""The walk through a model: its parameters, the modules that compute with them, and
+their names without wrappers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.utils.parametrize import ParametrizationList
+
+from marsopt.functional.trees import plain_name
+
+
+class Place(NamedTuple):
+    """A parameter in a module; a tied parameter has several places.
+
+    Args:
+        name: in ``model.named_parameters()``.
+        plain: the name of the module's weight, without wrappers. Two parameters may
+            have one, as the two that weight_norm makes of a weight.
+        tensor: the parameter.
+        module: the module that computes with it; of a parametrized weight the layer.
+    """
+
+    name: str
+    plain: str
+    tensor: Tensor
+    module: nn.Module
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether the module is an embedding."""
+        return isinstance(self.module, nn.Embedding | nn.EmbeddingBag)
+
+
+def places(model: nn.Module) -> Iterator[Place]:
+    """Yield the places of all parameters, in the order of ``model.modules()``."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for prefix, module in modules.items():
+        pairs = module.named_parameters(prefix, recurse=False, remove_duplicate=False)
+        for name, p in pairs:
+            plain, owner, own = plain_name(name), module, name.rpartition(".")[2]
+            stem = re.sub("_[gv]$", "", own)
+            if isinstance(module, ParametrizationList):
+                layer = f".{prefix}".rpartition(".parametrizations.")[0]
+                plain, owner = plain.removesuffix(f".{own}"), modules[layer[1:]]
+            elif isinstance(module, nn.ParameterList):
+                plain = plain.rpartition(".")[0]
+            elif stem in vars(module):  # as torch.nn.utils.weight_norm leaves it
+                plain = plain.removesuffix(own) + stem
+            yield Place(name, plain, p, owner)
+
+
+def stores_inputs_first(place: Place) -> bool:
+    """Return whether a weight is known to lie (in, out), as the experts' (num, in,
+    out): torch's ConvTranspose; transformers' Conv1D, its experts of GPT-OSS and Aria,
+    and of Llama 4; and any module whose two sizes say so.
+    """
+    own, shape = vars(place.module), place.tensor.shape
+    if {"in_features", "out_features"} <= own.keys():
+        sizes = own["in_features"], own["out_features"]
+        return sizes[0] != sizes[1] and shape[-2:] == sizes
+    if "is_transposed" in own:
+        return bool(own["is_transposed"])
+    is_known = {"nx", "nf"} <= own.keys() or "expert_dim" in own
+    return is_known or isinstance(place.module, _ConvTransposeNd)
