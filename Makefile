@@ -1,11 +1,12 @@
 # make train   train the small default model and show it. RUN=name (a folder below runs/),
-#              CONFIG=recipe, RANKS=processes, OPTIONS='--section.option value ...'
+#              CONFIG=recipe, RANKS=processes, OPTIONS='--section.option value ...',
+#              THREADS=a process (1: matrices of the tiny recipes are too small for two)
 # make test    lint and the whole test suite. WORKERS=processes
 # make lint    ruff, mypy, who imports whom, marsopt's prose, and the schemas of two YAML files
 # make docs    the documentation site: open build/site/index.html
 # make gpu     correctness, speed and a training on one GPU, nine minutes of each; a second
-#              call does what is missing. With REHEARSAL=1, without a GPU: every graph lowered
-#              and compiled for an H100, its bytes counted. Numbers in runs/gpu
+#              call does what is missing. With REHEARSAL=1, without a GPU: every kernel compiled
+#              for sm_80, sm_90 and sm_100, its bytes counted. Numbers in runs/gpu
 #
 # The first call of each installs what it needs into .venv (VENV=folder): gigabytes.
 
@@ -14,6 +15,7 @@ VENV    ?= .venv
 CONFIG  ?= tiny_moonlight
 RUN     ?= $(CONFIG)
 RANKS   ?= 1
+THREADS ?= $(if $(filter tiny_%,$(CONFIG)),1)
 WORKERS ?= 2
 BIN     := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
@@ -25,7 +27,7 @@ help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 train: $(VENV)/train $(if $(filter tiny_%,$(CONFIG)),data/python/meta.json)
-	$(BIN)/$(if $(filter 1,$(RANKS)),python,torchrun --nproc-per-node $(RANKS)) -m train \
+	$(THREADS:%=OMP_NUM_THREADS=%) $(BIN)/$(if $(filter 1,$(RANKS)),python,torchrun --nproc-per-node $(RANKS)) -m train \
 		--config $(CONFIG) --dump-folder 'runs/$(RUN)' $(OPTIONS)
 
 test: lint $(VENV)/test $(VENV)-triton/ready $(VENV)-ports/ready

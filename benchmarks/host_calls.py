@@ -1,12 +1,12 @@
-"""The host's share of a step on a CPU, where every tensor is a stack by itself.
+"""The host's share of a step on a CPU.
 
     python -m benchmarks.host_calls [--num 12] [--shape 768 3072] [--steps 40]
 
-First tensors of 16 x 16, transposed, which share no stack: arithmetic vanishes, and
-what is left is the host's. Then tensors of ``--shape``, whose data push out of the
-caches what the host needs. MARS-AdamW with both clips beside clip_grad_norm_ and
-torch's fused AdamW; they take turns, step by step; medians, and medians of ratios
-within a round.
+First tensors of 16 x 16, which a step copies flat behind each other: arithmetic
+vanishes, and what is left is the host's. Then tensors of ``--shape``, whose data push
+out of the caches what the host needs. MARS-AdamW with both clips beside
+clip_grad_norm_ and torch's fused AdamW; they take turns, step by step; medians, and
+medians of ratios within a round.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.timing import spread, take_turns
 from marsopt import MARS
 from marsopt.profiling.machine import describe, one_line, seconds
 
 REFERENCE = "clip_grad_norm_ + AdamW fused"
-TINY = 16
+TINY = (16, 16)
 
 
-def contenders(num: int, make: Callable[[], Tensor]) -> dict[str, Callable[[], object]]:
+def contenders(num: int, shape: Sequence[int]) -> dict[str, Callable[[], object]]:
     """Return the steps of optimizers over ``num`` tensors, with gradients that stay."""
 
     def parameters() -> list[nn.Parameter]:
         torch.manual_seed(0)
-        found = [nn.Parameter(0.02 * make()) for _ in range(num)]
+        found = [nn.Parameter(0.02 * torch.randn(*shape)) for _ in range(num)]
         for p in found:
             p.grad = 1e-3 * torch.randn_like(p)
         return found
@@ -50,17 +50,12 @@ def measure(
     num: int, shape: Sequence[int], num_steps: int
 ) -> dict[str, dict[str, list[float]]]:
     """Return seconds of every step, by what was stepped and by optimizer."""
-    cases = {
-        f"{num} tensors of {TINY} x {TINY}, each a stack": lambda: torch.randn(
-            TINY, TINY
-        ).t(),
-        f"{num} tensors of {' x '.join(map(str, shape))}": lambda: torch.randn(*shape),
-    }
     found = {}
-    for name, make in cases.items():
+    for sizes in (TINY, shape):
+        name = f"{num} tensors of {' x '.join(map(str, sizes))}"
         turns = {
             key: partial(seconds, step, "cpu")
-            for key, step in contenders(num, make).items()
+            for key, step in contenders(num, sizes).items()
         }
         take_turns(turns, 3)  # what is compiled, made, found
         found[name] = take_turns(turns, num_steps)

@@ -18,6 +18,7 @@ from benchmarks.timing import spread, take_turns
 from benchmarks.workload import Gradients, Shapes, parameters, sample
 from marsopt import MARS
 from marsopt.profiling.machine import Timed, timed
+from marsopt.profiling.profiler import traced
 from train.errors import UserError
 
 # the first compiles or makes state; HeavyBall compiles in the second
@@ -39,6 +40,8 @@ class Row:
         host_times: seconds until the step returned, which on a GPU is not its end.
         ratios: the same over the reference's step of the same round.
         warm_up: seconds of the first steps.
+        num_launches: of kernels on a GPU in a step; None on a CPU.
+        kernel_seconds: that these take.
         peak_bytes: see ``memory.peak_bytes``.
         state_bytes: see ``memory.state_bytes``.
         moved: how far a sample of its parameters has come from the start.
@@ -52,6 +55,8 @@ class Row:
     host_times: list[float]
     ratios: list[float]
     warm_up: list[float]
+    num_launches: int | None
+    kernel_seconds: float | None
     peak_bytes: int
     state_bytes: int
     moved: Tensor = field(repr=False)
@@ -135,7 +140,9 @@ def run_group(
     compile: bool,
     dtype: torch.dtype,
 ) -> Iterator[Row]:
-    """Build, warm up, take turns; then one more step each for the peak of memory."""
+    """Build, warm up, take turns; then one more step each for the peak of memory and,
+    on a GPU, one for its kernels.
+    """
     gradients = Gradients(shapes, device, dtype)
     params = {c.key: parameters(shapes, device, dtype) for c in group}
     start = sample(params[REFERENCE.key])
@@ -155,6 +162,11 @@ def run_group(
         moved = sample(own) - start
         pairs = zip(mine, times[REFERENCE.key], strict=True)
         peak_bytes = int(max(walk(entry, own, gradients, peak)))
+        num_launches, kernel_seconds = None, None
+        if device.type == "cuda":
+            traces = walk(entry, own, gradients, partial(traced, device="cuda"))
+            num_launches = sum(trace.num_launches or 0 for trace in traces)
+            kernel_seconds = sum(trace.kernel_seconds or 0.0 for trace in traces)
         yield Row(
             contender=c,
             group=number,
@@ -162,6 +174,8 @@ def run_group(
             host_times=[step.host for step in mine],
             ratios=[ours.seconds / other.seconds for ours, other in pairs],
             warm_up=[step.host for step in warm_up[c.key]],
+            num_launches=num_launches,
+            kernel_seconds=kernel_seconds,
             peak_bytes=peak_bytes,
             state_bytes=memory.state_bytes(entry.optimizers, own.values()),
             moved=moved,

@@ -15,6 +15,7 @@ ms, quartiles    time of the optimizer's step and zero_grad, the global clip in 
                  named; gradients are handed over ahead, new ones each round. On a GPU
                  its own time, when the host is ahead of it
 host             ms until the step has returned, on a CPU its whole time
+kernels          ms of all kernels of one step on a GPU, and how many are launched
 x                the same over the reference's step of the same round (paired), median
                  and quartiles. Contenders ran in groups that fit into memory, matrix
                  rules apart; each group holds the reference
@@ -41,6 +42,8 @@ def values(row: Row, num_params: int) -> dict[str, Any]:
         seconds=spread(row.times)._asdict(),
         host_seconds=spread(row.host_times)._asdict(),
         ratio=spread(row.ratios)._asdict(),
+        num_launches=row.num_launches,
+        kernel_seconds=row.kernel_seconds,
         peak_bytes=row.peak_bytes,
         state_bytes=row.state_bytes,
         state_bytes_per_parameter=row.state_bytes / num_params,
@@ -53,14 +56,22 @@ def values(row: Row, num_params: int) -> dict[str, Any]:
     )
 
 
+def kernels_of(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return milliseconds and number of a step's kernels on a GPU."""
+    if row["num_launches"] is None:
+        return "-", "-"
+    return f"{1e3 * row['kernel_seconds']:.2f}", f"{row['num_launches']}"
+
+
 def line(row: Mapping[str, Any]) -> str:
     """Return one row of the table."""
     ms = {key: 1e3 * value for key, value in row["seconds"].items()}
     x = row["ratio"]
     off = "" if row["distance"] is None else f"{row['distance']:.1e}"
+    kernels, launches = kernels_of(row)
     return (
         f"{row['title']:54} {ms['median']:8.1f} {ms['low']:8.1f} {ms['high']:8.1f}"
-        f" {1e3 * row['host_seconds']['median']:8.1f}"
+        f" {1e3 * row['host_seconds']['median']:8.1f} {kernels:>8} {launches:>8}"
         f" {x['median']:7.2f} {x['low']:6.2f} {x['high']:6.2f}"
         f" {row['peak_bytes'] / 1e6:8.1f} {row['state_bytes_per_parameter']:6.1f}"
         f" {row['compile_seconds']:8.1f} {off:>8}"
@@ -70,8 +81,9 @@ def line(row: Mapping[str, Any]) -> str:
 def table(report: Mapping[str, Any]) -> str:
     """Return the whole report as text."""
     head = (
-        f"{'':54} {'ms':>8} {'quartiles':>17} {'host':>8} {'x':>7} {'quartiles':>13}"
-        f" {'peak MB':>8} {'state':>6} {'compile':>8} {'off by':>8}"
+        f"{'':54} {'ms':>8} {'quartiles':>17} {'host':>8} {'kernels':>8}"
+        f" {'launches':>8} {'x':>7} {'quartiles':>13} {'peak MB':>8} {'state':>6}"
+        f" {'compile':>8} {'off by':>8}"
     )
     rows: Sequence[Mapping[str, Any]] = report["rows"]
     lines = [

@@ -11,7 +11,9 @@ from train.engine.trainer import MarsTrainer
 from train.gpt2 import Shape
 
 
-def _tiny(name: str, rule: str, lr: float, **options) -> MarsTrainer.Config:
+def _tiny(
+    name: str, rule: str, lr: float, *, warmup_steps: int = 100, **options
+) -> MarsTrainer.Config:
     """``rule`` at peak rate ``lr``, with the decay and betas of the published recipes.
 
     Rates are near the best of short sweeps, or guesses for what ``research.compare``
@@ -38,7 +40,7 @@ def _tiny(name: str, rule: str, lr: float, **options) -> MarsTrainer.Config:
             compile=False,
             **options,
         ),
-        lr_scheduler=RateSchedule.Config(warmup_steps=100, min_lr_factor=0.1),
+        lr_scheduler=RateSchedule.Config(warmup_steps=warmup_steps, min_lr_factor=0.1),
         training=training(
             local_batch_size=8, global_batch_size=16, seq_len=128, steps=1400
         ),
@@ -71,8 +73,8 @@ def tiny_muon() -> MarsTrainer.Config:
 
 
 def tiny_moonlight() -> MarsTrainer.Config:
-    """Moonlight: embeddings by AdamW."""
-    return _tiny("tiny_moonlight", "moonlight", lr=1.2e-2)
+    """Moonlight, as ``marsopt.for_model`` builds it: embeddings by AdamW."""
+    return _tiny("tiny_moonlight", "moonlight", lr=1.3e-2, warmup_steps=0)
 
 
 def tiny_soap() -> MarsTrainer.Config:

@@ -5,7 +5,6 @@ functional, compiled, sharded.
 from typing import TYPE_CHECKING
 
 from marsopt import testing as testing
-from marsopt.functional.collectives import LOCAL, Collectives
 from marsopt.functional.named import mars, rule
 from marsopt.functional.rule import Rule
 from marsopt.functional.trees import FlatGroup
@@ -23,6 +22,7 @@ from marsopt.rules.normuon import NorMuon
 from marsopt.rules.orthogonal import Orthogonal
 from marsopt.rules.registry import REGISTRY, NamedRule, register
 from marsopt.rules.soap import SOAP
+from marsopt.step.owners import LOCAL, Collectives
 from marsopt.version import __version__
 
 if TYPE_CHECKING:

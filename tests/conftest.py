@@ -19,7 +19,7 @@ from functools import partial
 import pytest
 import torch
 
-from marsopt.optim.compiled import graph_of
+from marsopt.step.compiling import graph_of
 from tests.stacking import as_on_a_gpu, forced
 
 # what starts processes
@@ -59,7 +59,7 @@ def both_layouts(request, monkeypatch):
         as_on_a_gpu(monkeypatch)
 
 
-@pytest.fixture(params=["eager", "stacks"])
+@pytest.fixture(params=["eager", "flat"])
 def mode(request, monkeypatch):
     """Run a test with eager steps, and with compiled ones (``tests.stacking``)."""
     return forced(monkeypatch, request.param)

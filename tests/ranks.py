@@ -55,7 +55,7 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
 
 
 def _as_at_the_start() -> None:
-    from marsopt.optim.compiled import graph_of  # the forkserver imports torch alone
+    from marsopt.step.compiling import graph_of  # the forkserver imports torch alone
 
     torch.set_grad_enabled(True)
     torch.set_num_threads(1)

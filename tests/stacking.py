@@ -1,5 +1,5 @@
-"""How parameters are moved: by themselves, or in stacks into which they are copied. The
-one place that knows how to force it.
+"""How parameters are moved: where they lie, or copied flat behind each other. The one
+place that knows how to force it.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from marsopt import MARS
-from marsopt.optim import buckets, portions
+from marsopt.step import graph_runner
 
-# eager; compiled, every tensor by itself, as large ones; compiled, tensors of one shape
-# as one stack, as small ones
-MODES = ("eager", "leaves", "stacks")
+# eager; compiled, every tensor by itself, as large ones; compiled, all tensors flat, as
+# small ones
+MODES = ("eager", "leaves", "flat")
 
 
 def forced(patch: pytest.MonkeyPatch, mode: str) -> str:
     """From now on, what is compiled moves as ``mode`` says."""
     if mode != "eager":
-        small = {"leaves": 0, "stacks": 2**62}[mode]
-        patch.setattr(portions, "SMALL", small)
+        small = {"leaves": 0, "flat": 2**62}[mode]
+        patch.setattr(graph_runner, "SMALL", small)
     return mode
 
 
@@ -39,7 +39,7 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """Matrices of one shape are written into one batch; eager steps too, so that a test
     need not compile to meet it.
     """
-    patch.setattr(buckets, "takes_batches", lambda device_type: True)
+    patch.setattr(graph_runner, "takes_batches", lambda device: True)
 
 
 def fill(params, seed: int) -> None:

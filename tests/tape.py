@@ -29,7 +29,8 @@ class Tape(TorchDispatchMode):
         # lists may change after the call
         args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs or {}))
         out = func(*args, **kwargs)
-        self._log.append((func, args, kwargs, _tensors(out)))
+        if func is not torch.ops.aten.empty.memory_format:  # it holds nothing yet
+            self._log.append((func, args, kwargs, _tensors(out)))
         return out
 
     @torch.no_grad()

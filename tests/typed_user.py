@@ -1,8 +1,6 @@
 """A user's program, which nobody runs: `make lint` checks that types are as said here.
 
 Calls that are wrong stand under an ignore, which is an error where it is not needed.
-Options of rules (``**options``) have no types here: ``marsopt.rule``, ``mars`` and
-``MARS`` check their names and values when they are called.
 """
 
 from typing import Any, assert_type
@@ -23,6 +21,10 @@ def train(model: nn.Module, x: Tensor) -> None:
     assert_type(whole, marsopt.MARS)
     marsopt.MARS(model.parameters(), lr=3e-3)
     marsopt.MARS(model.named_parameters(), betas=(0.95, 0.99))
+
+    marsopt.for_model(model, "soap-muon", sides="short", log_time=10, splits={"qkv": 3})
+    marsopt.MARS([x], mars_type="moonlight", ns_steps=5, splits=(4, 4), base_lr=6e-3)
+    marsopt.mars(mars_type="moonlight", max_norm=1.0, betas_1d=(0.9, 0.95))
 
     rule = marsopt.rule("mars-adamw", gamma=0.025)
     assert_type(rule, marsopt.Rule)
@@ -55,7 +57,17 @@ def wrong(model: nn.Module, x: Tensor) -> None:
     marsopt.newton_schulz([x])  # type: ignore[arg-type]  # a list for a tensor
     marsopt.rule()  # type: ignore[call-arg]  # no name
     marsopt.rule(marsopt.AdamW)  # type: ignore[arg-type]  # a class for its name
-    marsopt.rule("adamw", 0.1)  # type: ignore[call-arg]  # options have names
+    marsopt.rule("moonligth")  # type: ignore[arg-type]  # no rule
+    marsopt.for_model(model, "adam")  # type: ignore[arg-type]  # no rule
+    marsopt.param_groups(model, "adam", lr=1.0)  # type: ignore[arg-type]  # no rule
+    marsopt.MARS([x], mars_type="adam")  # type: ignore[arg-type]  # no rule
+    marsopt.mars(mars_type="adam")  # type: ignore[arg-type]  # no rule
+    marsopt.for_model(model, grad_clip=1.0)  # type: ignore[call-arg]  # max_norm
+    marsopt.for_model(model, sides="long")  # type: ignore[arg-type]  # both or short
+    marsopt.param_groups(model, lr=1.0, clip=1.0)  # type: ignore[call-arg]  # of MARS
+    marsopt.MARS([x], ns_step=5)  # type: ignore[call-arg]  # ns_steps
+    marsopt.rule("soap", side="both")  # type: ignore[call-arg]  # sides
+    marsopt.mars(ns_steps="five")  # type: ignore[arg-type]  # a word
     marsopt.AdamW(eps="small")  # type: ignore[arg-type]  # a word
     marsopt.AdamW(gamma=0.1)  # type: ignore[call-arg]  # it has none
     marsopt.mars_adamw()  # type: ignore[attr-defined]  # rules are no functions

@@ -13,7 +13,7 @@ RULES = {  # of python -m marsopt.profile
     "muon": ("--rule", "muon"),
 }
 CONTENDERS = {
-    "elementwise": ("mars-adamw", "adamw-fused"),
+    "elementwise": ("adamw", "mars-adamw", "adamw-fused"),
     "matrix": ("mars-m", "muon", "moonlight", "torch-muon"),
     "peers": ("mars-adamw", "peers"),
 }

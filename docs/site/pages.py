@@ -85,7 +85,7 @@ FILES = ["*.md", "docs/**.md", "research/**.md", *sorted(SOURCES)]
 
 
 class Pages(Project):
-    """The pages: docs/guide.md is "guide", examples/digits.py "source/examples/digits".
+    """The pages: docs/guide.md is "guide", examples/sweep.py "source/examples/sweep".
 
     Sphinx's source folder is the checkout, so that every link between its files holds
     in the site too.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
+from marsopt.functional.options import Options, RuleName
 from marsopt.functional.routing import (
-    Choice,
     algorithm_of,
     all_hyperparameters,
     check_suits,
@@ -19,7 +19,7 @@ from marsopt.rules.matrices import Matrices
 from marsopt.rules.registry import correction_named, named, resolve
 
 
-def rule(name: str, **options: Any) -> Rule:
+def rule(name: RuleName, **options: Unpack[Options]) -> Rule:
     """Return the rule of this name, which moves every tensor.
 
         AdamW         "adamw", "nadamw", "mars-adamw"
@@ -62,29 +62,29 @@ def rule(name: str, **options: Any) -> Rule:
     whole |= {"is_approx", "correction"} if row.is_mars else set()
     check_names(options, {*row.options, *whole}, f"the rule {row.name!r}")
     check_values(row.options, options)  # whether they are read or not
-    options = row.log_time_options(options.get("log_time")) | options
+    given: dict[str, Any] = {**options}
+    given = row.log_time_options(given.get("log_time")) | given
     correction = None
     if row.is_mars:
-        chosen = resolve(options.get("is_approx", True), options.get("correction"))
+        chosen = resolve(given.get("is_approx", True), given.get("correction"))
         kind = correction_named(chosen)
-        check_suits(row, kind, {k: options[k] for k in options.keys() - row.table})
-        correction = kind(**arguments(kind, options))
+        check_suits(row, kind, {k: given[k] for k in given.keys() - row.table})
+        correction = kind(**arguments(kind, given))
     algorithm = row.algorithm(
         correction=correction,
-        state_dtype=options.get("state_dtype"),
-        stochastic_rounding=options.get("stochastic_rounding", False),
-        matrices=Matrices(**arguments(Matrices, options)),
-        **arguments(row.preconditioner, options),
+        state_dtype=given.get("state_dtype"),
+        stochastic_rounding=given.get("stochastic_rounding", False),
+        matrices=Matrices(**arguments(Matrices, given)),
+        **arguments(row.preconditioner, given),
     )
-    return Rule(matrix=algorithm, max_norm=options.get("max_norm"))
+    return Rule(matrix=algorithm, max_norm=given.get("max_norm"))
 
 
-def mars(**options: Any) -> Rule:
+def mars(*, mars_type: RuleName = "mars-adamw", **options: Unpack[Options]) -> Rule:
     """Return the authors' routing as one rule: ``mars_type`` moves matrices, and AdamW
     moves the other tensors. ``MARS`` takes the same options.
 
-        Choice         mars_type, is_approx, correction, max_norm, state_dtype,
-                       stochastic_rounding
+        Choice         is_approx, correction, max_norm, state_dtype, stochastic_rounding
         Rest           optimize_1d, base_lr, lr_1d, betas_1d, weight_decay_1d,
                        nesterov_1d
         Correction     gamma, clip, clip_per, h_dtype
@@ -98,13 +98,14 @@ def mars(**options: Any) -> Rule:
                        orthogonalize
 
     The dataclasses on the left explain the options on the right; ``Choice`` and
-    ``Rest`` are in ``marsopt.functional.routing``. Where rules have different defaults,
+    ``Rest`` are in ``marsopt.functional.routing``. If rules have different defaults,
     None means the rule's own, which ``print(marsopt.REGISTRY[mars_type])`` lists. The
     two betas stand for the momentum and ``beta2`` of a rule that has these fields.
     ``log_time`` holds for all tensors; it sets betas that are not given to 0.999, and
     ``nesterov`` to 0.2.
 
     Args:
+        mars_type: a name in ``marsopt.REGISTRY``: the rule of matrices.
         options: see above, and the fields of a dataclass of your own.
 
     Raises:
@@ -122,10 +123,11 @@ def mars(**options: Any) -> Rule:
     """
     known = all_hyperparameters().keys() - {"lr", "lr_ratio"}  # a step is given its lr
     check_names(options, known, "mars")
-    row = named(options.get("mars_type", Choice.mars_type))
-    values = {n: value for n, value in options.items() if value is not None}
-    log_time = row.log_time_defaults(values.get("log_time"))
-    values = {**options, **row.hyperparameters, **log_time, **values}
+    row = named(mars_type)
+    given: dict[str, Any] = {"mars_type": mars_type, **options}
+    values = {n: value for n, value in given.items() if value is not None}
+    log_time = row.log_time_defaults(options.get("log_time"))
+    values = {**given, **row.hyperparameters, **log_time, **values}
     matrix, rest = algorithm_of(of_matrices(values)), of_rest(values)
     check_taken([row.name], options.get("correction"))
     return Rule(

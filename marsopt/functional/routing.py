@@ -48,8 +48,8 @@ class Choice:
         lr: learning rate; ``marsopt.mars`` has none, as each step is given its own.
         lr_ratio: of a param group: the learning rate of its tensors over ``lr``, which
             schedules may write into every group.
-        is_approx: False = exact MARS; True = what ``correction`` says.
-        correction: "approximate" or "exact", in place of ``is_approx``. None = what
+        is_approx: False = exact MARS; True = as ``correction`` says.
+        correction: "approximate" or "exact", in place of ``is_approx``. None = as
             ``is_approx`` says. Baselines take none.
         max_norm: threshold of the global gradient norm, as in ``Rule``.
         state_dtype: dtype of the state, as in ``Algorithm``.
@@ -120,7 +120,7 @@ def hyperparameters_of(
 
 
 def all_hyperparameters() -> Table:
-    """Return what ``mars`` and ``MARS`` take: the hyperparameters of all rules and
+    """Return the options of ``mars`` and ``MARS``: the hyperparameters of all rules and
     corrections. A default that rules do not share is None: each rule's own.
     """
     preconditioners = dict.fromkeys(row.preconditioner for row in REGISTRY.values())
@@ -211,7 +211,7 @@ def of_matrices(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def of_rest(values: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the hyperparameters of tensors that are not matrices, with their
-    ``lr_ratio``; None where the rule moves them by the same values as matrices.
+    ``lr_ratio``; None if the rule moves them by the same values as matrices.
 
     Args:
         values: as for ``of_matrices``, with the rule's defaults. None for a name that

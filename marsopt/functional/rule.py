@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from marsopt.functional.collectives import LOCAL, Collectives, check_collectives
 from marsopt.functional.state import (
+    Bound,
     Leaves,
     State,
     bind,
     new_state,
     unbind,
 )
-from marsopt.functional.step import advance, assess
 from marsopt.functional.trees import (
     AnyTree,
     FlatGroup,
@@ -36,11 +34,13 @@ from marsopt.rules import checks
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.checks import Number
 from marsopt.rules.dtypes import without_autocast
+from marsopt.step.owners import LOCAL, Collectives, check_collectives
+from marsopt.step.step import Pure, advance, assess
 
 
 class RoutedState(NamedTuple):
     """The states of two algorithms, over mappings from name (or position) to tensor;
-    () where one has no tensor.
+    () for an algorithm without a tensor.
     """
 
     matrix: State | tuple[()]
@@ -106,7 +106,7 @@ class Rule:
         Args:
             params: list, tuple, NamedTuple, dict, OrderedDict or defaultdict of real
                 floating point tensors, or a FlatGroup; each buffer of the state has its
-                container, or is a dict where two algorithms share them.
+                container, or is a dict if two algorithms share them.
             collectives: as in ``step``.
 
         Raises:
@@ -139,7 +139,7 @@ class Rule:
         Args:
             params: as given to ``init``.
             grads: same container, names, shapes and dtypes.
-            state: what ``init`` or the last step returned.
+            state: the result of ``init`` or of the last step.
             lr: learning rate, a number or a 0-D tensor (a tensor may change under
                 torch.compile without recompiling).
             gamma: scale of the variance reduction in this step; None takes the rule's
@@ -152,16 +152,16 @@ class Rule:
                 as ``MARS.update_previous_grad`` does.
             collectives: they sum over shards and bring whole matrices together;
                 ``LOCAL`` for whole tensors.
-            count: how many steps were taken before, for a rule that does something
-                every so many (SOAP). None = the state's count, read from the device: on
-                a GPU a wait, under torch.compile and vmap an error. The state does not
-                count skipped steps; ``MARS`` counts them, after its first step that
-                was not skipped. Other rules do not read it.
+            count: how many steps were taken before, for a rule with a period in steps
+                (SOAP). None = the state's count, read from the device: on a GPU a wait,
+                under torch.compile and vmap an error. The state does not count skipped
+                steps; ``MARS`` counts them, after its first step that was not skipped.
+                Other rules do not read it.
 
         Returns:
-            The new parameters, in the container of ``params``, and the new state. Where
+            The new parameters, in the container of ``params``, and the new state. If
             the gradient (or reference) holds a NaN or infinity anywhere, both are
-            unchanged but for ``state.skipped``, which counts such steps.
+            unchanged except for ``state.skipped``, which counts such steps.
 
         Raises:
             TypeError: an argument that is no such container of tensors.
@@ -172,13 +172,13 @@ class Rule:
         checks.at_least_zero("lr", lr)
         self._check_arguments(gamma, reference)
         lr, gamma = checks.plain(lr), checks.plain(gamma)
-        sides, groups = self._leaves(params, collectives), []
+        sides = self._leaves(params, collectives)
         _check_detached(params)
-        stack_grads, members = [], []
         states = self._split(state, sides)
         check_matching(params, grads, "grads")
         if reference is not None:
             check_matching(params, reference, "reference")
+        bound: list[tuple[str, Bound]] = []
         for side, leaves in sides.items():
             algorithm, side_lr = leaves.algorithm, lr
             if side == "rest" and self.rest_ratio is not None:
@@ -186,26 +186,27 @@ class Rule:
             before = count
             if before is None:  # where the algorithm has to know it on the host
                 before = int(states[side].t) if algorithm.has_stages else 0
-            group, side_grads, side_members = bind(
+            groups = bind(
                 leaves, grads, reference, states[side], side_lr, gamma, before
             )
-            groups.append(group)
-            stack_grads += side_grads
-            members += side_members
-        _, decision = assess(
-            groups,
-            stack_grads,
-            members,
-            max_norm=self.max_norm,
-            collectives=collectives,
-        )
-        moved = advance(groups, stack_grads, members, decision, collectives=collectives)
-        stacks, owned = iter(moved.stacks), iter(moved.owned)
+            bound += [(side, group) for group in groups]
+        runner = Pure()
+        step = [b.group for _, b in bound], [b.grads for _, b in bound]
+        shared: Any = dict(collectives=collectives, runner=runner)
+        _, decision = assess(*step, max_norm=self.max_norm, **shared)
+        owned = advance(*step, decision, **shared)
         by_name: dict[Name, Tensor] = {}
         for side, leaves in sides.items():
-            num = len(leaves.names)
-            results = list(islice(stacks, num)), list(islice(owned, num))
-            new, states[side] = unbind(leaves, *results, states[side], decision)
+            places = {
+                position: (number, i)
+                for number, (of_side, b) in enumerate(bound)
+                if of_side == side
+                for i, position in enumerate(b.positions)
+            }
+            in_order = [places[i] for i in range(len(leaves.names))]
+            moved = [runner.moved[place] for place in in_order]
+            at_owners = [owned.get(place, []) for place in in_order]
+            new, states[side] = unbind(leaves, moved, at_owners, states[side], decision)
             by_name.update(zip(leaves.names, new, strict=True))
         new_params = rebuild(params, [by_name[name] for name in names(params)])
         return new_params, self._join(states)
@@ -322,5 +323,5 @@ def _check_detached(params: Tree) -> None:
             )
 
 
-# What torch.load makes by default, which runs no code that a file names
+# torch.load makes these by default: it runs no code that a file names
 torch.serialization.add_safe_globals([State, RoutedState, FlatGroup, Packing])

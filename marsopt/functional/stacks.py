@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 ALIGNMENT = 64  # elements: a stack starts at a cache line in every dtype
 
-Item = TypeVar("Item")
-
 
 def group_by(keys: Sequence[Hashable]) -> list[list[int]]:
-    """Positions of equal keys, in the order in which each key came first."""
+    """Return the positions of equal keys, in the order of their first positions."""
     groups: dict[Hashable, list[int]] = {}
     for i, key in enumerate(keys):
         groups.setdefault(key, []).append(i)
     return list(groups.values())
-
-
-def repeated(values: Sequence[Item], times: int) -> Sequence[Item]:
-    """``values``, each so many times in a row."""
-    return values if times == 1 else [v for v in values for _ in range(times)]
 
 
 def empty_stacks(
@@ -46,13 +38,8 @@ def empty_stacks(
     return [views[i] for i in range(len(shapes))]
 
 
-def stacked(leaves: Sequence[Tensor]) -> Tensor:
-    """``leaves`` as (L, *shape): a view of a single one, else a copy."""
-    return leaves[0].unsqueeze(0) if len(leaves) == 1 else torch.stack(list(leaves))
-
-
 def check_overlap(labelled: Sequence[tuple[Tensor, str]]) -> None:
-    """Raises ValueError where two parameters share memory: each would move it.
+    """Raise ValueError if two parameters share memory: each would move it.
 
     Of those that are not contiguous (columns of one matrix, say) nothing is known.
     """

@@ -1,4 +1,4 @@
-"""One algorithm's state over trees of tensors, and trees as stacks and back."""
+"""One algorithm's state over trees of tensors, and trees as groups of a step."""
 
 from __future__ import annotations
 
@@ -8,22 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from marsopt.functional.binding import (
+from marsopt.functional.buffers import (
     check_like,
     check_parameter,
-    matrix_rows,
+    index_of_leaves,
+    leaf_of,
     owned_starts,
-    rounding_cuts,
     start_beside,
-)
-from marsopt.functional.collectives import Collectives, Tensors
-from marsopt.functional.step_types import (
-    Decision,
-    Hyperparameters,
-    Members,
-    RuleGroup,
-    Stack,
-    norms_per_tensor,
 )
 from marsopt.functional.trees import (
     FlatGroup,
@@ -37,8 +28,11 @@ from marsopt.functional.trees import (
 )
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import Buffer
-from marsopt.rules.checks import Number, can_read
+from marsopt.rules.checks import Number
 from marsopt.rules.dtypes import working_dtype
+from marsopt.step.owners import Collectives, Tensors
+from marsopt.step.step import Group, Leaf
+from marsopt.step.tables import Decision, Inputs, Numbers
 
 
 class State(NamedTuple):
@@ -52,7 +46,7 @@ class State(NamedTuple):
 
     @property
     def h(self) -> Tree | None:
-        """Return the reference gradient; None where the algorithm keeps none."""
+        """Return the reference gradient; None if the algorithm keeps none."""
         return self.buffers.get("h")
 
     @property
@@ -67,11 +61,11 @@ class State(NamedTuple):
 
 
 class Leaves:
-    """The leaves of a tree that one algorithm moves, as stacks of local pieces (L,
-    *piece): the stacks of a FlatGroup, else every leaf by itself.
+    """The leaves of a tree that one algorithm moves: the stacks of a FlatGroup, else
+    every tensor by itself.
 
     Args:
-        algorithm: what moves them.
+        algorithm: the algorithm that moves them.
         params: the tree of all parameters.
         part: the names of these leaves; None: all.
         collectives: of the ranks that hold them.
@@ -92,7 +86,8 @@ class Leaves:
         self.shapes = [x.shape[1:] if self.is_packed else x.shape for x in self.tensors]
 
     def matching(self, tree: Tree, what: str) -> list[Tensor]:
-        """Return the leaves of these names of a tree like the parameters'.
+        """Return the pieces of the leaves of these names of a tree like the
+        parameters'.
 
         Raises:
             ValueError: one has another shape or dtype.
@@ -100,12 +95,12 @@ class Leaves:
         other = subtree(tree, self._part)
         for name, x in zip(self.names, self.tensors, strict=True):
             check_like(x, other[name], f"{what}[{name!r}]")
-        return [other[name] for name in self.names]
+        return self.pieces([other[name] for name in self.names], self.tensors)
 
-    def stacks(
-        self, tensors: Sequence[Tensor], like: Sequence[Tensor | None] | None = None
+    def pieces(
+        self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """Return tensors that lie as the leaves do as stacks.
+        """Return the pieces that lie here of tensors that lie as the leaves do.
 
         Args:
             tensors: one for each leaf.
@@ -114,18 +109,19 @@ class Leaves:
         if self.is_packed:
             return list(tensors)
         local = self.collectives.local
-        pairs = zip(tensors, like or [None] * len(tensors), strict=True)
-        return [local(tensor, x).unsqueeze(0) for tensor, x in pairs]
+        if like is None:
+            return list(map(local, tensors))
+        return [local(tensor, x) for tensor, x in zip(tensors, like, strict=True)]
 
-    def unstacked(self, stacks: Sequence[Tensor]) -> list[Tensor]:
-        """Return stacks as tensors that lie as the leaves do: inverse of ``stacks``."""
+    def whole(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Return pieces as tensors that lie as the leaves do: inverse of ``pieces``."""
         if self.is_packed:
-            return list(stacks)
-        pairs = zip(stacks, self.tensors, strict=True)
-        return [self.collectives.wrap(stack.squeeze(0), x) for stack, x in pairs]
+            return list(pieces)
+        pairs = zip(pieces, self.tensors, strict=True)
+        return [self.collectives.wrap(piece, x) for piece, x in pairs]
 
     def rows(self, leaf: Tensor) -> list[Tensor]:
-        """Return what of a leaf, or of an owner's buffer, belongs to each parameter."""
+        """Return the part of each parameter in a leaf, or in an owner's buffer."""
         return list(leaf.unbind()) if self.is_packed else [leaf]
 
     def joined(self, rows: Sequence[Tensor]) -> Tensor:
@@ -172,9 +168,9 @@ def _starts(leaves: Leaves, buffer: Buffer) -> list[Tensor]:
 
 
 def held(leaves: Leaves, symbol: str, state: State) -> list[Tensor]:
-    """Return one buffer of ``state``, in the order of the leaves, in the algorithm's
-    dtype where that is the wider one: as ``init`` made it, unless it was saved by a
-    rule of another ``state_dtype``.
+    """Return one buffer of ``state``, in the order of the leaves, in the dtype of the
+    state or the algorithm's, whichever is wider: as ``init`` made it, unless it was
+    saved by a rule of another ``state_dtype``.
 
     Raises:
         ValueError: the state has none of this symbol, or one with other names or shapes
@@ -212,11 +208,11 @@ def bind(
     lr: Number,
     gamma: Number | None,
     count: int,
-) -> tuple[RuleGroup, list[Tensor], list[Members]]:
-    """Return the leaves as stacks of a step, and the gradients and members of each.
+) -> list[Bound]:
+    """Return the leaves as groups of a step, one for each working dtype.
 
     Args:
-        leaves: what one algorithm moves.
+        leaves: of one algorithm.
         grads, reference: as ``Rule.step`` has them, of all parameters.
         state: of these leaves.
         lr, gamma, count: as ``Rule.step`` has them.
@@ -225,48 +221,56 @@ def bind(
         ValueError: gradients or a state that do not belong to the leaves.
     """
     algorithm, tensors = leaves.algorithm, leaves.tensors
-    given: Sequence[Tensor | None] = [None] * len(tensors)
-    if reference is not None and algorithm.h_from is not None:
-        given = leaves.stacks(leaves.matching(reference, "reference"), tensors)
     at_owner = algorithm.owned
     kept = {symbol: held(leaves, symbol, state) for symbol in algorithm.kept}
     owned = [kept.pop(symbol) for symbol in at_owner]
-    buffers = {symbol: leaves.stacks(tree) for symbol, tree in kept.items()}
-    g = leaves.stacks(leaves.matching(grads, "grads"), tensors)
-    stacks, members = [], []
-    for i, x in enumerate(leaves.stacks(tensors)):
-        leaf, shape = tensors[i], leaves.shapes[i]
-        stacks.append(
-            Stack(
-                algorithm=algorithm,
-                x=x,
-                buffers={symbol: stack[i] for symbol, stack in buffers.items()},
-                shape=shape,
-                rows=matrix_rows(algorithm, leaf, shape, leaves.collectives),
-                cuts=rounding_cuts(algorithm, leaf, leaves.collectives),
-                given=given[i],
-            )
-        )
-        by_param = zip(*(leaves.rows(buffer[i]) for buffer in owned), strict=True)
-        members.append(Members(leaves.rows(leaf), list(by_param)))
+    buffers = {symbol: leaves.pieces(tree) for symbol, tree in kept.items()}
+    if reference is not None and algorithm.h_from is not None:
+        buffers["h"] = leaves.matching(reference, "reference")
+    g = leaves.matching(grads, "grads")
     if gamma is None:
         gamma = 0.0 if algorithm.correction is None else algorithm.correction.gamma
-    num = sum(stack.num_tensors for stack in stacks)
-    hyper = Hyperparameters(
-        algorithm,
-        lr,
-        gamma,
-        state.t.expand(num),
-        dtypes=tuple(dict.fromkeys(working_dtype(stack.x) for stack in stacks)),
-        parts=norms_per_tensor([(s.num_tensors, s.num_clipped) for s in stacks]),
-        unread_lr=lr if isinstance(lr, Tensor) and not can_read(lr) else None,
-    )
-    return RuleGroup(hyper, stacks, count), g, members
+    numbers = Numbers(algorithm, lr, gamma)
+    of_dtypes: dict[torch.dtype, list[int]] = {}
+    step_leaves = []
+    for i, (x, leaf) in enumerate(zip(leaves.pieces(tensors), tensors, strict=True)):
+        of_dtypes.setdefault(working_dtype(x), []).append(i)
+        by_param = zip(*(leaves.rows(buffer[i]) for buffer in owned), strict=True)
+        of_x = {symbol: pieces[i] for symbol, pieces in buffers.items()}
+        step_leaves.append(
+            leaf_of(
+                algorithm,
+                leaves.shapes[i],
+                x,
+                of_x,
+                leaves.rows(leaf),
+                leaves.collectives,
+                is_stack=leaves.is_packed,
+            )._replace(owned=list(by_param))
+        )
+    bound = []
+    for dtype, positions in of_dtypes.items():
+        of_group = [step_leaves[i] for i in positions]
+        shapes = [leaves.shapes[i] for i in positions]
+        index = index_of_leaves(algorithm, shapes, of_group)
+        num = sum(len(leaf.params) for leaf in of_group)
+        inputs = Inputs(numbers, index, state.t.expand(num), dtype)
+        group = Group(algorithm, of_group, inputs, count)
+        bound.append(Bound(group, [g[i] for i in positions], positions))
+    return bound
+
+
+class Bound(NamedTuple):
+    """A group of a step, its gradients, and which leaves these are, by number."""
+
+    group: Group
+    grads: list[Tensor]
+    positions: list[int]
 
 
 def unbind(
     leaves: Leaves,
-    stacks: Sequence[Stack],
+    moved: Sequence[Leaf],
     owned: Sequence[Sequence[Tensors | None]],
     state: State,
     decision: Decision,
@@ -275,7 +279,8 @@ def unbind(
 
     Args:
         leaves: as given to ``bind``.
-        stacks, owned: the results of the step for these leaves (``Moved``).
+        moved: of each leaf, the step's.
+        owned: of each leaf, the buffers that its owners keep (``advance``).
         state: before the step.
         decision: the step's.
     """
@@ -289,8 +294,8 @@ def unbind(
             by_leaf = [[o[n] for o in of_leaf if o is not None] for of_leaf in owned]
             tensors = [leaves.joined(rows) for rows in by_leaf]
         else:
-            tensors = leaves.unstacked([stack.buffers[symbol] for stack in stacks])
+            tensors = leaves.whole([leaf.buffers[symbol] for leaf in moved])
         buffers[symbol] = rebuild(leaves.tree, tensors)
     went = decision.finite.to(state.t.dtype)
     new = State(state.t + went, state.skipped + 1 - went, buffers)
-    return leaves.unstacked([stack.x for stack in stacks]), new
+    return leaves.whole([leaf.x for leaf in moved]), new

@@ -19,7 +19,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from marsopt.functional.binding import check_parameter
+from marsopt.functional.buffers import check_parameter
 from marsopt.functional.stacks import empty_stacks, group_by
 
 Tree = Sequence[Tensor] | Mapping[str, Tensor]
@@ -65,7 +65,7 @@ class FlatGroup(Mapping[str, Tensor]):
 
     A mapping from a stack's name to its tensor, and a pytree: it passes through
     torch.func, torch.compile and ``tree_map``. Each leaf keeps its own norm, clip and
-    route. ``stacks`` are views of one contiguous buffer per dtype where ``pack`` made
+    route. ``stacks`` are views of one contiguous buffer per dtype if ``pack`` made
     them.
 
     Args:
@@ -182,7 +182,7 @@ pytree.register_pytree_node(
 
 
 def check_container(tree: Tree, what: str) -> None:
-    """Raises TypeError where a tree like ``tree`` cannot be made of other leaves."""
+    """Raise TypeError if a tree like ``tree`` cannot be made of other leaves."""
     if not pytree.tree_is_leaf(tree):
         return
     plain = "dict" if isinstance(tree, Mapping) else "list"
@@ -255,7 +255,7 @@ def subtree(tree: Tree, part: Sequence[Name] | None) -> Tree:
 
 
 def check_matching(params: Tree, other: Tree, what: str) -> None:
-    """Raise ValueError where ``other`` has other leaves than ``params``, or packs them
+    """Raise ValueError if ``other`` has other leaves than ``params``, or packs them
     otherwise.
     """
     if isinstance(params, FlatGroup) and (

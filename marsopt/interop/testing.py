@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marsopt.functional.collectives import LOCAL
-from marsopt.functional.state import Leaves, bind, new_state
-from marsopt.functional.step_types import Stack, factor
+from marsopt.functional.state import Leaves, new_state
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.correction import Correction
 from marsopt.rules.lion import Lion
 from marsopt.rules.preconditioner import MatrixInput, Preconditioner
+from marsopt.step.owners import LOCAL
 
 __all__ = ["check_component"]
 
@@ -26,9 +25,8 @@ def check_component(
     """Check a component's outputs against its declared buffers: call it in a test of
     your own preconditioner or correction.
 
-    A component has to return every buffer that it declares, in the shape and dtype in
-    which it got the buffer, and must not write into its arguments: a skipped step keeps
-    the old values.
+    A component has to return every buffer that it declares, in the buffer's shape and
+    dtype, and must not write into its arguments: a skipped step keeps the old values.
 
     Args:
         component: an instance, with the hyperparameters to check.
@@ -49,46 +47,62 @@ def check_component(
         >>> marsopt.testing.check_component(Forgetful())  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
-        ValueError: got {} from Forgetful.update, expected {'m': ((1, 4, 3), ...
+        ValueError: got {} from Forgetful.update, expected {'m': ((1, 12), ...
     """
     if isinstance(component, Correction):
         algorithm = Algorithm(preconditioner=Lion(), correction=component)
         if algorithm.h_from == "step":
-            _check_next_h(component, _stack(algorithm, shape))
+            _check_next_h(component, *_part(algorithm, shape))
         return
     if not isinstance(component, Preconditioner):
         raise TypeError(
             f"got {component!r}, expected a preconditioner or a correction: pass an "
             "instance of the class"
         )
-    _check_update(_stack(Algorithm(preconditioner=component), shape))
+    algorithm = Algorithm(preconditioner=component)
+    _check_update(algorithm, *_part(algorithm, shape))
+    if algorithm.matrix_only:
+        _check_matrices(algorithm, torch.Size(shape))
 
 
-def _stack(algorithm: Algorithm, shape: Sequence[int]) -> Stack:
-    """Return a parameter of zeros with the state before its first step."""
-    params = [torch.zeros(*shape)]
-    leaves = Leaves(algorithm, params, None, LOCAL)
-    group, *_ = bind(leaves, params, None, new_state(leaves), 1e-3, None, 0)
-    return group.stacks[0]
+def _part(
+    algorithm: Algorithm, shape: Sequence[int]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a parameter of zeros as a step sees it, one part (1, n), and its buffers
+    before the first step.
+
+    Raises:
+        ValueError: the algorithm takes only matrices, and this is no shape of a matrix.
+    """
+    leaves = Leaves(algorithm, [torch.zeros(*shape)], None, LOCAL)
+    state, x = new_state(leaves), leaves.tensors[0]
+    symbols = [s for s, b in algorithm.kept.items() if b.home == "shard"]
+    buffers = {s: leaves.matching(state.buffers[s], s) for s in symbols}
+    return x.view(1, -1), {s: pieces[0].view(1, -1) for s, pieces in buffers.items()}
 
 
-def _check_next_h(correction: Correction, stack: Stack) -> None:
+def _check_next_h(
+    correction: Correction, x: Tensor, buffers: Mapping[str, Tensor]
+) -> None:
     """Check the reference gradient of the next step."""
-    g, old = torch.zeros_like(stack.x), {"h": stack.buffers["h"]}
+    g, old = torch.zeros_like(x), {"h": buffers["h"]}
     what = f"{type(correction).__name__}.next_h"
     with _unwritten(what, {"g": g, **old}):
         h = correction.next_h(g, old["h"])
     _compare(what, {"h": h}, old, {"h"})
 
 
-def _check_update(stack: Stack) -> None:
+def _scalars(algorithm: Algorithm, x: Tensor) -> tuple[Tensor, ...]:
+    unit = torch.ones(1, 1, dtype=x.dtype)
+    values = algorithm.scalars(torch.ones(1, dtype=x.dtype), 1e-3, 0.0)
+    return tuple((value * unit).to(x.dtype) for value in values)
+
+
+def _check_update(
+    algorithm: Algorithm, x: Tensor, moments: Mapping[str, Tensor]
+) -> None:
     """Check the outputs of a preconditioner for a parameter."""
-    algorithm, x = stack.algorithm, stack.x
-    who = type(algorithm.preconditioner).__name__
-    unit = torch.ones(1, dtype=x.dtype)
-    scalars = algorithm.scalars(unit, 1e-3, 0.0)
-    s = tuple(factor((value * unit).to(x.dtype), x) for value in scalars)
-    moments = {symbol: stack.buffers[symbol] for symbol in algorithm.moments}
+    who, s = type(algorithm.preconditioner).__name__, _scalars(algorithm, x)
     with _unwritten(f"{who}.update", {"x": x, **moments}):
         pair = algorithm.preconditioner.update(x, torch.zeros_like(x), moments, s)
     if not isinstance(pair, tuple) or len(pair) != 2:
@@ -100,27 +114,24 @@ def _check_update(stack: Stack) -> None:
     _compare(f"{who}.update", new, moments, moments)
     if out is not None or not algorithm.matrix_only:  # None of a matrix rule is m
         _compare(f"{who}.update", {"x": out}, {"x": x}, {"x"})
-    if algorithm.matrix_only:
-        _check_matrices(stack, s)
 
 
-def _check_matrices(stack: Stack, s: tuple[Tensor, ...]) -> None:
-    """Check what owners make of a matrix, and the parameter's step along it."""
-    algorithm, x = stack.algorithm, stack.x
-    ((_, shape),) = algorithm.matrices.shapes_in(stack.shape)
+def _check_matrices(algorithm: Algorithm, whole: torch.Size) -> None:
+    """Check the owners' result for a matrix, and the parameter's step along it."""
+    ((_, shape),) = algorithm.matrices.shapes_in(whole)
     preconditioner = algorithm.matrix_preconditioner
     who, buffers = type(preconditioner).__name__, preconditioner.buffers
-    matrix = x.new_zeros(shape)
+    matrix = torch.zeros(shape)
     owned = {}
     for symbol in preconditioner.owned:
         size = buffers[symbol].shape(shape, algorithm.matrices)
-        dtype = algorithm.dtype_of(buffers[symbol], x)
-        owned[symbol] = x.new_zeros(size, dtype=dtype)
+        dtype = algorithm.dtype_of(buffers[symbol], matrix)
+        owned[symbol] = matrix.new_zeros(size, dtype=dtype)
         if buffers[symbol].start == "identity":
             owned[symbol] = torch.eye(size[-1], dtype=dtype)
-    whole = MatrixInput(matrix, tuple(owned.values()))
+    given = MatrixInput(matrix, tuple(owned.values()))
     with _unwritten(f"{who}.at_owner", {"matrix": matrix, **owned}):
-        (result,) = preconditioner.at_owner([whole], preconditioner.stage(0, 0))
+        (result,) = preconditioner.at_owner([given], preconditioner.stage(0, 0))
     wanted = {"matrix": matrix.to(result.matrix.dtype)}
     _compare(f"{who}.at_owner", {"matrix": result.matrix}, wanted, wanted)
     if owned:
@@ -128,15 +139,16 @@ def _check_matrices(stack: Stack, s: tuple[Tensor, ...]) -> None:
         stays = {k: v for k, v in owned.items() if after.get(k, v) is None}
         cast = {k: v.to(owned[k].dtype) for k, v in after.items() if v is not None}
         _compare(f"{who}.at_owner", cast | stays, owned, owned)
-    scale = preconditioner.scale(*shape)
+    x, scale = torch.zeros(1, shape.numel()), torch.ones(1, 1)
     with _unwritten(f"{who}.apply", {"x": x}):
+        s = _scalars(algorithm, x)
         new = preconditioner.apply(x, torch.zeros_like(x), s, scale)
     _compare(f"{who}.apply", {"x": new}, {"x": x}, {"x"})
 
 
 @contextmanager
 def _unwritten(who: str, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Raise ValueError where one of ``tensors`` is written within."""
+    """Raise ValueError if one of ``tensors`` is written within."""
     before = {name: tensor._version for name, tensor in tensors.items()}
     yield
     written = [name for name, num in before.items() if tensors[name]._version != num]
@@ -154,8 +166,8 @@ def _compare(
     declared: Mapping[str, Tensor],
     required: Collection[str],
 ) -> None:
-    """Raise ValueError where ``outputs`` are other tensors than are ``declared``, or
-    lack one that is ``required``.
+    """Raise ValueError if ``outputs`` are other tensors than are ``declared``, or lack
+    one that is ``required``.
     """
     expected = {name: _form(tensor) for name, tensor in declared.items()}
     outputs = (

@@ -40,8 +40,8 @@ except ImportError:  # 0.3.0: param groups name an optimizer
 __all__ = ["MarsOptimizersContainer", "build_mars", "default_mars"]
 
 NAME = "MARS"
-# What AdamW moves beside the rule in default_mars, as marsopt.param_groups tells it by
-# name
+# AdamW's parameters beside the rule in default_mars, as marsopt.param_groups tells them
+# by name
 BESIDE = "|".join(NAMES.values())
 REST = ".*"  # the parameters that the rule moves there
 
@@ -50,8 +50,8 @@ def build_mars(groups: Iterable[dict[str, Any]], **options: Any) -> MARS:
     """Return MARS over torchtitan's param groups.
 
     Args:
-        groups: what torchtitan makes of ``ParamGroupConfig``. Options of the whole
-            optimizer may stand in them, where all that name one agree.
+        groups: torchtitan's, from ``ParamGroupConfig``. They may have options of the
+            whole optimizer, with equal values.
         options: arguments of ``MARS``; dtypes by name, too.
 
     Raises:
@@ -207,7 +207,7 @@ def default_mars(
     take the rule itself with "adamw", "nadamw" and "lion", at these numbers.)
 
     Args:
-        lr: learning rate of everything; of what AdamW moves, ``lr_1d`` if given.
+        lr: learning rate of everything; ``lr_1d``, if given, is AdamW's.
         mars_type: a name in ``marsopt.REGISTRY``.
         options: other arguments of ``MARS``, dtypes by name, too.
 
@@ -266,7 +266,7 @@ def _num_matched(
     frozen: bool = False,
 ) -> list[int]:
     """Return how many parameters each group gets (if ``frozen``, those too that it
-    would get); the first match takes one.
+    would get); the first match takes a parameter.
     """
     counts = [0] * len(configs)
     for part in model_parts:
@@ -282,7 +282,8 @@ def _check_patterns(
     configs: Sequence[ParamGroupConfig], model_parts: Sequence[nn.Module]
 ) -> None:
     """Check that every group gets a parameter, which may be frozen, in some part, on
-    some rank; of ``default_mars``, whose patterns no user wrote, that one does.
+    some rank; of ``default_mars``, where no user wrote the patterns, that any group
+    does.
 
     Raises:
         ValueError: one gets none, on every rank; or nothing is trained; or a pattern is

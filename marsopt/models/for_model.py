@@ -7,15 +7,16 @@ import math
 from bisect import bisect
 from importlib import import_module
 from inspect import signature
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from marsopt.functional.collectives import LOCAL, Collectives
+from marsopt.functional.options import ModelOptions, RuleName
 from marsopt.models.param_groups import param_groups
 from marsopt.optim.mars import MARS
 from marsopt.rules.registry import named
+from marsopt.step.owners import LOCAL, Collectives
 
 log = logging.getLogger(__name__)
 
@@ -35,16 +36,16 @@ NUM_DIGITS = 2  # of a learning rate between two sizes
 
 def for_model(
     model: nn.Module,
-    mars_type: str = "moonlight",
+    mars_type: RuleName = "moonlight",
     *,
     lr: float | Tensor | None = None,
-    **options: Any,
+    **options: Unpack[ModelOptions],
 ) -> MARS:
     """Return ``MARS`` for a model, ready to train.
 
         optimizer = marsopt.for_model(model)
 
-    With GPT-2 small, whose learning rate is 6e-3, it is this, with ``collectives`` for
+    With GPT-2 small, at a learning rate of 6e-3, it is this, with ``collectives`` for
     the ranks that the model is spread over:
 
         groups = marsopt.param_groups(model, "moonlight", lr=6e-3)
@@ -69,8 +70,8 @@ def for_model(
 
     Raises:
         TypeError: ``model`` is no module, or an option that neither has.
-        ValueError: as ``param_groups`` and ``MARS``; no ``lr`` for another rule, or
-            where less than half of the model's parameters are trained.
+        ValueError: as ``param_groups`` and ``MARS``; no ``lr`` for another rule, or if
+            less than half of the model's parameters are trained.
 
     Example:
         >>> words = torch.nn.Embedding(12, 4)
@@ -92,7 +93,7 @@ def for_model(
     source = ""
     if lr is None and isinstance(model, nn.Module):  # param_groups refuses another
         rate, source = _by_size(model, named(mars_type).name)
-    if isinstance(model, nn.Module):  # also where they are given: FSDP shards again
+    if isinstance(model, nn.Module):  # also if they are given: FSDP shards again
         whole = {"collectives": _collectives_of(model)} | whole
     groups = param_groups(model, mars_type, lr=rate, **for_groups)
     rule = named(mars_type).name
@@ -122,7 +123,7 @@ def learning_rate(num_params: int) -> float:
 
 
 def _by_size(model: nn.Module, rule: str) -> tuple[float, str]:
-    """Return the learning rate of a model's size, and where it comes from.
+    """Return the learning rate of a model's size, and its source.
 
     Raises:
         ValueError: there is none for this rule, or for a model that is fine-tuned.

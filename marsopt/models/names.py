@@ -62,11 +62,11 @@ NAMES: dict[Role, str] = {
     # biases of experts have two dims, one table has one a head; A of a state space
     # model is a vector for each channel
     "vector": r"bias(_[A-Z]+|_table)?$|(^|\.)A_log$",
-    # torchtitan's fused w13, whose rows of gate and up lie between each other, so that
-    # no two of its dims are a matrix
+    # torchtitan's fused w13: its rows of gate and up lie between each other, so that no
+    # two of its dims are a matrix
     "other": r"(^|\.)w13(\.|_|$)",
     "head": f"{_IS_HEAD}|{_LIKE_HEAD}",
-    # tables, and what projects patches: patch_embed.proj; then, as parameters of the
+    # tables, and projections of patches: patch_embed.proj; then, as parameters of the
     # model's own, positions, class tokens, latents
     "embedding": (
         r"(^|\.)(trainable_tokens_[^.]*|lora_embedding_[^.]*)(\.|$)"  # PEFT's
@@ -78,7 +78,7 @@ NAMES: dict[Role, str] = {
 # LoRA's two factors, as PEFT, torchtune, torchtitan, loralib and diffusers name them
 ADAPTERS = re.compile(r"(^|\.)lora_(A|B|a|b|down|up)(\.|$)")
 
-# Linear layers of grouped-query attention whose rows are queries, keys and values, part
+# Linear layers of grouped-query attention with rows of queries, keys and values, part
 # after part. (By head lie the rows of torchtitan's and InternLM's wqkv and of
 # GPT-NeoX's and Falcon's query_key_value.)
 FUSED = {

@@ -1,4 +1,4 @@
-"""Param groups of a whole model: which rule moves each parameter, by which numbers."""
+"""Param groups of a whole model: which rule moves each parameter, with its numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from marsopt.functional.binding import check_unflattened
+from marsopt.functional.buffers import check_unflattened
+from marsopt.functional.options import Parts, RuleName
 from marsopt.functional.routing import of_rest
 from marsopt.models.names import TABLES
 from marsopt.models.roles import roles, splits_of
@@ -19,7 +20,7 @@ from marsopt.rules.registry import named
 
 def param_groups(
     model: nn.Module,
-    mars_type: str = "mars-adamw",
+    mars_type: RuleName = "mars-adamw",
     *,
     lr: float | Tensor,
     weight_decay: float | None = None,
@@ -31,7 +32,7 @@ def param_groups(
     experts: bool = True,
     convolutions: bool = False,
     adapters: Literal["matrix", "adamw"] = "matrix",
-    splits: Mapping[str, int | tuple[int, ...] | None] = {},
+    splits: Mapping[str, Parts] = {},
 ) -> list[dict[str, Any]]:
     """Return param groups for ``MARS``: hidden matrices by ``mars_type``, everything
     else as the authors' recipes for this rule have it.
@@ -54,7 +55,7 @@ def param_groups(
       give embeddings to the matrix rule).
     - "mars-adamw", "mars-lion": embeddings, heads and routers take the rule itself,
       without decay; vectors AdamW, at 3e-3, betas (0.9, 0.95), decay 0.1 (the recipes
-      of GPT-2 small; larger ones have a smaller rate).
+      of GPT-2 small; larger models have a smaller rate).
     - "adamw", "nadamw", "lion": the rule itself, without decay.
 
     Every group names its rule, its lr and its decay, so that these arguments of MARS no
@@ -67,11 +68,11 @@ def param_groups(
             Parameters that do not require a gradient have their places too, for when
             they do: until then they cost nothing.
         mars_type: a name in ``marsopt.REGISTRY``.
-        lr: learning rate of hidden matrices, and of what takes the rule itself.
+        lr: learning rate of all parameters that take the rule itself.
         weight_decay: of hidden matrices; None = the rule's default.
-        lr_1d, betas_1d, weight_decay_1d: of what AdamW moves beside the rule,
-            embeddings among it (with "adamw", "nadamw" and "lion": of vectors); None =
-            as above.
+        lr_1d, betas_1d, weight_decay_1d: of AdamW's parameters beside the rule,
+            embeddings among them (with "adamw", "nadamw" and "lion": of vectors); None
+            = as above.
         nesterov_1d: Nesterov's momentum of the same, as ``MARS``'s ``nesterov``; None =
             off, or 0.2 with ``log_time``.
         log_time: of all groups, as in ``MARS``.
@@ -84,14 +85,14 @@ def param_groups(
             matrices, whatever is said here.
         adapters: "matrix": LoRA's A and B are matrices of the rule; "adamw": they are
             moved as vectors are.
-        splits: the parts of fused weights, each of which the rule takes as a matrix of
-            its own: by patterns of names (``re.search``, the first match counts) a
-            number of equal parts or the rows of each part, as {"qkv": (4096, 1024,
-            1024), "gate_up": 2}; None: the weight is one matrix. Without a pattern
-            its module tells it by an attribute ``weight_splits``; and grouped-query
-            attention by ``num_key_value_heads``, ``head_dim`` and ``num_heads`` or
-            ``num_key_value_groups``, as transformers names them, where the rows of a
-            Linear ``qkv_proj`` (``Wqkv``, ``qkv``) are queries, keys and values.
+        splits: the parts of fused weights, each a matrix for the rule: by patterns of
+            names (``re.search``, the first match counts) a number of equal parts or the
+            rows of each part, as {"qkv": (4096, 1024, 1024), "gate_up": 2}; None: the
+            weight is one matrix. Without a pattern its module tells it by an attribute
+            ``weight_splits``; and grouped-query attention by ``num_key_value_heads``,
+            ``head_dim`` and ``num_heads`` or ``num_key_value_groups``, as transformers
+            names them, if the rows of a Linear ``qkv_proj`` (``Wqkv``, ``qkv``) are
+            queries, keys and values.
 
     Returns:
         Groups with (name, tensor) pairs in "params", every parameter once, in the order

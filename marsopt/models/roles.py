@@ -47,7 +47,8 @@ class _Known:
         linears = [p for p in weights if isinstance(p.module, nn.Linear)]
         self.last = linears[-1].plain if linears else ""
         self.last_outputs = _outputs(linears[-1]) if linears else 0
-        # what matrices take; a gated unit takes two halves; depthwise kernels take 1
+        # widths that matrices take; a gated unit takes two halves; depthwise kernels
+        # take 1
         taken = {n for p in weights for n in _inputs(p) if n > 1}
         self.inputs = taken | {2 * n for n in taken}
         sure = self.declared_heads | {id(p.tensor) for p in tables}  # tied
@@ -62,8 +63,8 @@ class _Known:
         return is_head_anywhere(place.plain) or (is_named and in_vocabulary)
 
     def is_head(self, place: Place) -> bool:
-        """Return whether a weight with the name of a head is one: no matrix takes its
-        outputs; or it is the last Linear of a model without another head.
+        """Return whether a weight with the name of a head is a head: no matrix takes
+        its outputs; or it is the last Linear of a model without another head.
         """
         if self.is_surely_head(place) or _outputs(place) not in self.inputs:
             return True
@@ -227,7 +228,7 @@ def splits_of(model: nn.Module, by_pattern: Mapping[str, Any]) -> dict[int, Any]
 
 def _declared_splits(place: Place, modules: Mapping[str, nn.Module]) -> Any:
     """Return the parts that modules declare of a weight: its own, or grouped-query
-    attention, of which it is a fused Linear.
+    attention with it as a fused Linear.
     """
     path, _, attribute = place.plain.rpartition(".")
     if isinstance(place.module, _HasSplits) and attribute == "weight":

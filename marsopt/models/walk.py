@@ -21,7 +21,7 @@ class Place(NamedTuple):
     Args:
         name: in ``model.named_parameters()``.
         plain: the name of the module's weight, without wrappers. Two parameters may
-            have one, as the two that weight_norm makes of a weight.
+            have the same, as the two that weight_norm makes of a weight.
         tensor: the parameter.
         module: the module that computes with it; of a parametrized weight the layer.
     """
@@ -58,7 +58,7 @@ def places(model: nn.Module) -> Iterator[Place]:
 def stores_inputs_first(place: Place) -> bool:
     """Return whether a weight is known to lie (in, out), as the experts' (num, in,
     out): torch's ConvTranspose; transformers' Conv1D, its experts of GPT-OSS and Aria,
-    and of Llama 4; and any module whose two sizes say so.
+    and of Llama 4; and any module, if its two sizes say so.
     """
     own, shape = vars(place.module), place.tensor.shape
     if {"in_features", "out_features"} <= own.keys():

@@ -1,10 +1,9 @@
-"""An optimizer over a layout: built, rebuilt, saved, loaded, copied."""
+"""An optimizer over a binding: built, rebuilt, saved, loaded, copied."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -12,12 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from marsopt.functional.collectives import LOCAL, OwnerBuffer
 from marsopt.functional.routing import all_hyperparameters
-from marsopt.functional.step_types import scalar_dtype
-from marsopt.optim.buckets import ParameterBucket
-from marsopt.optim.compiled import InPlace, once, resolve_compile
-from marsopt.optim.device_values import DeviceHyperparameters
+from marsopt.optim.binding import Binding, Member
 from marsopt.optim.exact import NextGradients
 from marsopt.optim.foreign import own_state
 from marsopt.optim.groups import (
@@ -33,31 +28,35 @@ from marsopt.optim.groups import (
     split_group,
     validate_group,
 )
-from marsopt.optim.kernels import Kernels
-from marsopt.optim.layout import Layout
+from marsopt.optim.numbers import GroupValues
 from marsopt.optim.state_dict import check_ids, to_restore, under_loaded
 from marsopt.optim.statistics import LastStep
 from marsopt.optim.summary import summary
 from marsopt.rules import checks
 from marsopt.rules.registry import correction_named
+from marsopt.step.compiling import declined, once, resolve_compile
+from marsopt.step.graph_runner import Graphs
+from marsopt.step.kernel_runner import Kernels
+from marsopt.step.owners import LOCAL, OwnerBuffer
+from marsopt.step.tables import scalar_dtype
 
 log = logging.getLogger(__name__)
-NEW_LAYOUT = "marsopt: a new layout, which compiles graphs that were not there: %s"
+NEW_BINDING = "marsopt: a new binding: %s"
 
 
 class Description(NamedTuple):
-    """How an optimizer lies in memory, and how its step is compiled."""
+    """How an optimizer lies in memory."""
 
-    layout: Layout  # the binding of parameters, gradients and state to stacks
-    buckets: list[ParameterBucket]  # of it: parameters that move as one stack
-    calls: Sequence[Sequence[int]]  # of graphs: which stacks each of them moves
+    binding: Binding
+    members: list[Member]  # of it: parameters that move
     # 0-D, on the device, which steps read and write where they are: how many steps were
     # skipped and, if there is one, the threshold of the global norm
     scalars: list[Tensor]
     num_kept_bytes: int  # of the next batch's gradients, beside ``optimizer.state``
+    runner: Graphs | None  # of steps over the binding; None before the first
 
 
-class LayoutOptimizer(Optimizer):
+class BoundOptimizer(Optimizer):
     """What torch.optim asks of an optimizer, its steps apart.
 
     Args:
@@ -74,7 +73,7 @@ class LayoutOptimizer(Optimizer):
         # of each group as it was given, its parameters' numbers in a state dict
         self._given: list[list[int]] = []
         self._order: list[int] = []  # the model's: these numbers, if it is known
-        self._forget_layouts()
+        self._forget_bindings()
         self._loading: dict[str, Any] | None = None  # inside load_state_dict
         self._grad_norm: Tensor | None = None
         self._last: LastStep | None = None
@@ -95,7 +94,7 @@ class LayoutOptimizer(Optimizer):
 
     @torch.inference_mode(False)
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, or two: its matrices, and other tensors, where another rule or
+        """Add a group, or two: its matrices, and other tensors, if another rule or
         other values move them. Their state is made at once.
 
         Raises:
@@ -117,19 +116,19 @@ class LayoutOptimizer(Optimizer):
             for group in groups:
                 super().add_param_group(group)
                 validate_group(group, self._options)
-            if self._layout is not None:  # the constructor checks all of them at once
+            if self._binding is not None:  # the constructor checks all of them at once
                 check_parameters(self.param_groups, self._options, self.state)
         except (TypeError, ValueError):
             del self.param_groups[num_before:]
             raise
         self._given.append([num_params + position for position in order])
-        if self._layout is not None:  # else the constructor is still adding groups
+        if self._binding is not None:  # else the constructor is still adding groups
             self._build()
             self._agreed = False
 
-    def _forget_layouts(self) -> None:
-        self._layout: Layout | None = None
-        self._hyper: dict[int, DeviceHyperparameters] = {}  # by the id of a group
+    def _forget_bindings(self) -> None:
+        self._binding: Binding | None = None
+        self._values: dict[int, GroupValues] = {}  # by the id of a group
 
     def _place(self) -> None:
         """Choose the device and whether to compile. An optimizer that moves nothing
@@ -140,61 +139,70 @@ class LayoutOptimizer(Optimizer):
         self._compile = device is not None and resolve_compile(wanted, device.type)
         self._skipped = self._skipped.to(device or "cpu")
 
-    def _build(self, layout: Layout | None = None) -> None:
-        """Make missing state, buckets over it, and a run that moves them.
+    def _build(self, binding: Binding | None = None) -> None:
+        """Make missing state and bind it; the next step makes a runner.
 
         Args:
-            layout: one that is bound, as loading binds it, to check the loaded state
+            binding: one that is bound, as loading binds it, to check the loaded state
                 before anything is taken over; None makes it.
         """
-        if layout is None:
-            layout = self._new_layout()
-            layout.bind()
+        if binding is None:
+            binding = self._new_binding()
+            binding.bind()
         self._max_norm: Tensor | None = None
         self.max_norm = self._options["max_norm"]
-        if self._layout is not None and log.isEnabledFor(logging.DEBUG):
-            log.debug(NEW_LAYOUT, self._layout.changes(self.param_groups))
-        kind = (
-            partial(Kernels, layout.places)
-            if self._compile and layout.is_printed
-            else InPlace
-        )
-        self._run = kind(
-            layout.portions(self._compile),
-            layout.batches,
+        if self._binding is not None and log.isEnabledFor(logging.DEBUG):
+            log.debug(NEW_BINDING, self._binding.changes(self.param_groups))
+        self._runner_options: dict[str, Any] = dict(
             device=self._skipped.device,
             is_local=self._options["collectives"] is LOCAL,
             compile=self._compile,
             required=self._options["compile"] is True,
             say=self._say,
         )
-        self._last = None  # of a step over the layout before
-        self._layout = layout  # last: after an exception above, all is done again
+        self._runner: Graphs | None = None  # made by the first step over the binding
+        self._uncompiled: Graphs | None = None
+        self._last = None  # of a step over the binding before
+        self._binding = binding  # last: after an exception above, all is done again
+
+    def _make_runner(self) -> Graphs:
+        """Return the runner of this step: kernels or graphs; graphs that run eagerly
+        where Dynamo traces nothing, for tools that count every operation.
+        """
+        binding = self._present
+        if declined() and binding.is_printed:
+            if self._uncompiled is None:
+                self._uncompiled = Graphs(binding.groups, **self._runner_options)
+            return self._uncompiled
+        if self._runner is None:
+            kind = Kernels if self._compile and binding.is_printed else Graphs
+            self._runner = kind(binding.groups, **self._runner_options)
+        return self._runner
 
     @property
-    def _present(self) -> Layout:
-        """The layout, which there is once the constructor has added its groups."""
-        assert self._layout is not None
-        return self._layout
+    def _present(self) -> Binding:
+        """The binding, which there is once the constructor has added its groups."""
+        assert self._binding is not None
+        return self._binding
 
-    def _new_layout(self) -> Layout:
+    def _new_binding(self) -> Binding:
         present = {id(group) for group in self.param_groups}
-        self._hyper = {i: h for i, h in self._hyper.items() if i in present}
+        self._values = {i: v for i, v in self._values.items() if i in present}
         device = device_of(self.param_groups, self.state)
         stays = device in (None, self._skipped.device)
-        if self._layout is not None and not (self._layout.params and stays):
+        if self._binding is not None and not (self._binding.params and stays):
             self._place()  # the first that moves, or all were moved
-        return Layout(
+        return Binding(
             self.param_groups,
             self.state,
             self._options,
-            self._hyper,
+            self._values,
             check_parameters(self.param_groups, self._options, self.state),
-            self._layout,
+            self._binding,
         )
 
-    def _fitting(self) -> Layout:
-        """The layout, rebuilt where groups, parameters or state have changed since it
+    def _fitting(self) -> Binding:
+        """The binding, rebuilt where groups, parameters or state have changed since it
         was bound. All ranks call it.
         """
         if not self._agreed:  # once: later changes need not come everywhere
@@ -228,15 +236,15 @@ class LayoutOptimizer(Optimizer):
             self._max_norm.fill_(bound)
 
     def describe(self) -> Description:
-        """Return how parameters form stacks and calls at present: for tools and tests,
-        to be read, not changed.
+        """Return how parameters lie at present: for tools and tests, to be read, not
+        changed.
         """
         return Description(
-            layout=self._present,
-            buckets=self._present.buckets,
-            calls=self._run.calls,
+            binding=self._present,
+            members=self._present.members,
             scalars=[s for s in (self._skipped, self._max_norm) if s is not None],
             num_kept_bytes=self._next_grads.num_bytes,
+            runner=self._runner,
         )
 
     def __repr__(self) -> str:
@@ -260,7 +268,7 @@ class LayoutOptimizer(Optimizer):
             handle.remove()
 
     def _complete(self, saved: dict[str, Any]) -> None:
-        """Complete what torch.optim makes: numbers as such, state of all ranks."""
+        """Complete torch.optim's dict: plain numbers, state of all ranks."""
         known = all_hyperparameters()
         for group in saved["param_groups"]:
             group |= {n: known[n].plain(v) for n, v in group.items() if n in known}
@@ -298,7 +306,7 @@ class LayoutOptimizer(Optimizer):
     ) -> None:
         """Load what ``state_dict()`` returned, bit for bit in the state's own dtype; or
         state that another library saved (docs/conformance.md), a list of such dicts
-        where several optimizers shared the model: then hyperparameters stay.
+        if several optimizers shared the model: then hyperparameters stay.
 
         State goes to the parameter of its name where both sides name the same
         parameters (``param_names``), else by position, as in torch.optim. A parameter
@@ -362,37 +370,38 @@ class LayoutOptimizer(Optimizer):
                     "model"
                 ) from error
         self.state = under_loaded(self.state, cast["state"])
-        layout = self._new_layout()
-        layout.bind()
+        binding = self._new_binding()
+        binding.bind()
         labelled = labels(self.param_groups)
         ids = dict(zip(self._ids(), check_ids(labelled, saved), strict=True))
-        saved = self._claimed(saved, ids, layout)
+        saved = self._claimed(saved, ids, binding)
         pairs = to_restore(
-            self.state, labelled, saved, layout.params, layout.collectives
+            self.state, labelled, saved, binding.params, binding.collectives
         )
         for tensor, value in pairs:  # the authors' step is an int
             is_tensor = isinstance(value, Tensor)
             tensor.copy_(value) if is_tensor else tensor.fill_(value)
         self._next_grads.restart(is_fresh=True)
-        self._build(layout)
+        self._build(binding)
         self._loading = None
 
     def _claimed(
-        self, saved: dict[str, Any], ids: Mapping[Tensor, Any], layout: Layout
+        self, saved: dict[str, Any], ids: Mapping[Tensor, Any], binding: Binding
     ) -> dict[str, Any]:
         """Return ``saved``, which knows parameters by ``ids``, with those parts of it
         that live here.
         """
         entries = dict(saved["state"])
-        for p, key, owns, sizes in layout.owned_entries():
+        for p, key, owns, sizes in binding.owned_entries():
             entry = dict(entries.get(ids[p], {}))
             if key in entry:
                 whole = torch.as_tensor(entry[key])
                 shape = sum(sizes), *self.state[p][key].shape[1:]
-                # other forms have moments of rows, (..., rows), as one tensor
-                if whole.ndim != len(shape) and whole.numel() == prod(shape):
+                # 0.4 has moments of rows shaped as the parameter's first dims
+                is_of_rows = whole.shape == p.shape[: whole.ndim]
+                if is_of_rows and whole.numel() == prod(shape):
                     whole = whole.reshape(shape)
-                entry[key] = layout.collectives.claim(whole, owns, sizes)
+                entry[key] = binding.collectives.claim(whole, owns, sizes)
             entries[ids[p]] = entry
         return {**saved, "state": entries}
 
@@ -411,7 +420,7 @@ class LayoutOptimizer(Optimizer):
         # torch.optim's own, which MARS does not have: groups would take it up
         self.defaults.pop("differentiable", None)
         if "_options" in state:  # from a pickle or deepcopy
-            self._forget_layouts()
+            self._forget_bindings()
             self._grad_norm = self._last = None
             self._agreed = False
             is_fresh = self.__dict__.pop("_is_fresh")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from marsopt.optim.layout import Layout
+from marsopt.optim.binding import Binding
 from marsopt.rules.dtypes import working
 
 Factor = Tensor | float | None  # of a gradient; None = 1
@@ -52,18 +52,18 @@ class NextGradients:
                 "optimizer.update_last_grad() after every optimizer.step()"
             )
 
-    def keep(self, layout: Layout, factor: Factor) -> None:
-        """Copy the gradients (never alias them), times ``factor``; zeros where there is
-        none.
+    def keep(self, binding: Binding, factor: Factor) -> None:
+        """Copy the gradients (never alias them), times ``factor``; zeros for missing
+        ones.
         """
         kept: dict[Tensor, Tensor] = {}
         self._is_full = False  # not before all are there
-        for p, h in layout.references():
+        for p, h in binding.references():
             copy = self._kept.get(p)
             if copy is None or (copy.shape, copy.dtype) != (h.shape, h.dtype):
                 copy = torch.empty_like(h)
             kept[p] = copy
-            g = None if p.grad is None else layout.collectives.local(p.grad, p)
+            g = None if p.grad is None else binding.collectives.local(p.grad, p)
             put_scaled(copy, g, factor)
         self._kept, self._is_full = kept, True
 
@@ -98,9 +98,9 @@ class NextGradients:
                 "gradient at the current parameters and call it"
             )
 
-    def hand_over(self, layout: Layout) -> None:
+    def hand_over(self, binding: Binding) -> None:
         """Write the kept gradients into h; zeros for parameters that are new."""
-        for p, h in layout.references():
+        for p, h in binding.references():
             copy = self._kept.get(p)
             h.zero_() if copy is None else h.copy_(copy)
         self.is_fresh, self._is_full, self._is_owed = True, False, False
@@ -120,8 +120,8 @@ class NextGradients:
 
 
 def put_scaled(target: Tensor, g: Tensor | None, factor: Factor) -> None:
-    """Write ``g`` times ``factor`` into ``target``, in one pass where dtype and layout
-    are equal; zeros where there is none.
+    """Write ``g`` times ``factor`` into ``target``, in one pass if dtype and layout are
+    equal; zeros if g is None.
     """
     if g is None:
         target.zero_()

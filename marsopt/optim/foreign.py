@@ -32,7 +32,7 @@ class Format(NamedTuple):
             values; ... is any value.
         moments: {its key: our symbol}.
         absent: the same as ``fields``, of state that is not in this format.
-        decay: the key of mu in the group, where the momentum is a sum, b <- mu b + g;
+        decay: the key of mu in the group, if the momentum is a sum, b <- mu b + g;
             None: it is an average.
         sorts: whether the parameters of a group may be sorted by falling shape.
     """
@@ -186,7 +186,7 @@ def own_state(
         ordered = _ordered(groups, saved)
         if all(map(_fits, every, _records(ordered))):
             return ordered
-    if len(records) != len(every):  # theirs may have left out frozen ones
+    if len(records) != len(every):  # theirs may have left out frozen parameters
         orders = [[leaf for leaf in each if leaf.p.requires_grad] for each in orders]
     names = [leaf.name for leaf in every] + [record.name for record in records]
     has_names = None not in names
@@ -278,7 +278,7 @@ def _is_flat(saved: Any) -> bool:
 
 def _is_foreign(saved: Any) -> bool:
     """Return whether a state dict may be another library's: a malformed one is refused
-    where MARS's own are.
+    as MARS's own is.
     """
     if not isinstance(saved, Mapping):
         return False
@@ -390,7 +390,7 @@ def _by_name(
 def _by_order(
     orders: Sequence[Sequence[Leaf]], records: Sequence[Record]
 ) -> list[tuple[Leaf, Record]]:
-    """Return the pairs of the first order in which all shapes fit: of one that the
+    """Return the pairs of the first order with fitting shapes: of an order that the
     optimizer knows, or of matrices by falling shape, of a format that ``sorts``.
     """
     momenta, moments = list[Record](), list[Record]()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from marsopt.functional.binding import check_parameter
+from marsopt.functional.buffers import check_parameter
 from marsopt.functional.routing import (
     Rest,
     algorithm_of,
@@ -39,7 +39,7 @@ from marsopt.rules.matrices import Matrices
 from marsopt.rules.registry import FOLLOWED, correction_named, named, resolve
 
 # Every group has the authors' structure as keys, at its defaults too. Other structure
-# is a key only where it differs from its default.
+# is a key only if it differs from its default.
 AUTHORS_STRUCTURE = frozenset({"mars_type", "amsgrad", "epsilon_hat"})
 # The keys that a group may give when it is added, and does not keep (``split_group``).
 OF_REST = frozenset(table(Rest))
@@ -64,8 +64,8 @@ def labels(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, str]]:
 
 
 def moves(p: Tensor, state: State) -> bool:
-    """Return whether a parameter takes part in steps: a frozen one, whatever it is,
-    asks for no rule and no state before its first gradient.
+    """Return whether a parameter takes part in steps: a frozen parameter, whatever it
+    is, asks for no rule and no state before its first gradient.
     """
     return p.requires_grad or p.grad is not None or "step" in state.get(p, ())
 
@@ -81,8 +81,8 @@ def device_of(groups: Sequence[Mapping[str, Any]], state: State) -> torch.device
 def configuration(
     groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return what all ranks share, by its name in errors: forms of parameters, and
-    values of groups and options; of tensors none, which would sync.
+    """Return the values that all ranks share, by their names in errors: forms of
+    parameters, and values of groups and options; of no tensor, for that would sync.
     """
     apart = ("params", "param_names", "collectives")
     forms = {name: f"{tuple(p.shape)} {p.dtype}" for p, name in labels(groups)}
@@ -105,7 +105,7 @@ def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
     """Check that no tensor of the ``new`` group is there already, or twice in it.
 
     Raises:
-        ValueError: one is, and by which name; or the group has no "params".
+        ValueError: one is, with its name; or the group has no "params".
     """
     if isinstance(new, dict) and "params" not in new:
         raise ValueError(
@@ -118,7 +118,7 @@ def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
     new["params"] = params = [params] if isinstance(params, Tensor) else list(params)
     ids = {id(entry[1] if isinstance(entry, tuple) else entry) for entry in params}
     present = {id(p) for group in groups for p in group["params"]}
-    # labels only where one is needed: a model may have thousands of groups
+    # labels only if one is needed: a model may have thousands of groups
     apart = len(ids) == len(params) and ids.isdisjoint(present)
     first = {} if apart else {id(p): what for p, what in labels(groups)}
     for i, entry in enumerate(params):
@@ -143,7 +143,7 @@ def check_keys(
     are other tools', and stay as in torch.optim.
 
     Raises:
-        TypeError: a key resembles a hyperparameter, and by which name it is one.
+        TypeError: a key resembles a hyperparameter, with its name.
     """
     known = {*defaults, *options, *all_hyperparameters()}
     strange = {
@@ -159,7 +159,7 @@ def check_no_module(value: Any) -> None:
     for a ParameterList's, which torch.optim takes too.
 
     Raises:
-        TypeError: it is one.
+        TypeError: it is a module.
     """
     if isinstance(value, nn.Module) and not isinstance(value, nn.ParameterList):
         raise TypeError(
@@ -191,7 +191,7 @@ class ConstructorValues(NamedTuple):
     """The constructor's arguments, sorted by scope."""
 
     whole: dict[str, Any]  # of the whole optimizer
-    inherited: dict[str, Any]  # of every group whose rule has them
+    inherited: dict[str, Any]  # of every group with a rule that has them
     defaults: dict[str, Any]  # torch.optim's: of every group, for the rule's own type
 
 
@@ -248,8 +248,8 @@ def fill_defaults(
 
     Args:
         group: as its user wrote it.
-        options: of the whole optimizer; what groups inherit from the constructor is
-            among them, with its "mars_type".
+        options: of the whole optimizer, with the values that groups inherit from the
+            constructor, its "mars_type" among them.
         defaults: the optimizer's, of that type: the rule's own but for arguments.
 
     Raises:
@@ -278,7 +278,7 @@ def split_group(group: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[in
     of each of its tensors, the position in the list of all their tensors.
 
     Args:
-        group: the given one, with all hyperparameters.
+        group: the given group, with all hyperparameters.
 
     Raises:
         ValueError: as ``of_matrices`` and ``of_rest``.
@@ -305,7 +305,7 @@ def split_group(group: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[in
 
 
 def structure(group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the static configuration of a group, on which formulas depend: every
+    """Return the static configuration of a group, which chooses formulas: every
     hyperparameter that is no number, and which numbers there are.
 
     Raises:
@@ -360,7 +360,7 @@ def validate_group(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     """Check the hyperparameters of a new group.
 
     Args:
-        group: the new one.
+        group: the new group.
         options: the constructor's options.
 
     Raises:
@@ -425,7 +425,7 @@ def _check_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> None
         key
         for key in set(group) & set(whole)
         if key == "max_norm"
-        or isinstance(group[key], Tensor)  # whose comparison is a tensor
+        or isinstance(group[key], Tensor)  # comparing it makes a tensor
         or group[key] != whole[key]
     )
     if foreign:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from marsopt.functional.collectives import Collectives
-from marsopt.functional.step_types import scalar_dtype
 from marsopt.rules.registry import REGISTRY
+from marsopt.step.owners import Collectives
+from marsopt.step.tables import scalar_dtype
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-# The key of a text in a state dict that was converted: where its state comes from.
+# The key of a text in a state dict that was converted: the source of its state.
 SOURCE = "marsopt_source"
 
 
@@ -68,8 +68,8 @@ def check_shapes(
     """Check that values fit one parameter's tensors of the state.
 
     Raises:
-        ValueError: another shape; a whole tensor where state is sharded, or the other
-            way round.
+        ValueError: another shape; a whole tensor for sharded state, or the other way
+            round.
     """
     for key, tensor in present.items():
         value = torch.as_tensor(saved[key])
@@ -99,7 +99,7 @@ def check_values(
     decide together, by one sum over the shards of ``leaves``. Costs a sync.
 
     Raises:
-        ValueError: a value is not, and of which parameter.
+        ValueError: a value is not, with its parameter.
     """
     if not leaves:
         return

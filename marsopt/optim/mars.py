@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from marsopt.functional.collectives import LOCAL, Collectives, check_collectives
+from marsopt.functional.options import PartOptions, RuleName
 from marsopt.functional.routing import all_hyperparameters, check_taken
-from marsopt.functional.step import advance, assess, global_clip
-from marsopt.optim.base import LayoutOptimizer
-from marsopt.optim.compiled import named_range
+from marsopt.optim.base import BoundOptimizer
 from marsopt.optim.groups import constructor_values
 from marsopt.optim.restart import restart
 from marsopt.optim.statistics import LastStep, Statistics
@@ -22,11 +20,16 @@ from marsopt.rules import checks
 from marsopt.rules.checks import Number, Weight
 from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.hyperparameters import check_names
+from marsopt.rules.matrices import Kind
+from marsopt.step.compiling import named_range
+from marsopt.step.owners import LOCAL, Collectives, check_collectives
+from marsopt.step.step import advance, assess
+from marsopt.step.tables import global_clip
 
 log = logging.getLogger(__name__)
 
 
-class MARS(LayoutOptimizer):
+class MARS(BoundOptimizer):
     """MARS (arXiv 2411.10438) with the authors' constructor, and their baselines in the
     same frame.
 
@@ -47,7 +50,7 @@ class MARS(LayoutOptimizer):
     numbers, bools, strings, None, tensors, or tuples of these, and may change between
     steps. A change of the rule that moves a tensor (``mars_type``, ``matrices``), and
     of ``clip`` to or from None, restarts the state that the two rules do not share, and
-    AdamW's as a whole where it has no second moment yet.
+    AdamW's as a whole if it has no second moment yet.
 
     Args:
         params: tensors, (name, tensor) pairs or param groups. Real floating point,
@@ -68,7 +71,7 @@ class MARS(LayoutOptimizer):
             "mars-shampoo", "mars-m", "adamw", "nadamw", "lion", "muon", "moonlight",
             ...
         optimize_1d: give tensors that are not matrices to the MARS rule too.
-        lr_1d, betas_1d, weight_decay_1d: of what moves tensors that are not matrices.
+        lr_1d, betas_1d, weight_decay_1d: of tensors that are not matrices.
             None = the rule's own: lr, betas and weight_decay themselves, or the
             authors' 3e-3, (0.9, 0.95) and 0.1. ``lr_1d`` is measured against lr, or
             against ``base_lr`` if lr starts below its peak.
@@ -101,10 +104,10 @@ class MARS(LayoutOptimizer):
         collectives: ``marsopt.parallel.MeshCollectives(mesh)`` for sharded parameters;
             ``marsopt.parallel.DataParallel(process_group)`` under DDP, where ranks
             share Newton-Schulz. ``for_model`` finds either.
-        compile: None = compile where this machine can (logged once), True = required,
-            False = eager. Parameters, gradients and state stay where they are. Tensors
-            of fewer than 65,536 elements are copied into one stack per shape in every
-            step, and out again.
+        compile: None = compile if this machine can (logged once), True = required,
+            False = eager. Parameters, gradients and state stay where they are. On a CPU
+            a step copies tensors of fewer than 4,096 elements behind each other, and
+            out again.
         nonfinite: "skip" = a step whose gradient holds a NaN or infinity changes
             nothing and is counted in ``num_skipped``, without a host sync. "raise" = it
             also raises FloatingPointError (one sync a step).
@@ -140,7 +143,7 @@ class MARS(LayoutOptimizer):
         amsgrad: bool = False,
         gamma: float = 0.025,
         is_approx: bool = True,
-        mars_type: str = "mars-adamw",
+        mars_type: RuleName = "mars-adamw",
         optimize_1d: bool = False,
         lr_1d: float | None = None,
         betas_1d: tuple[Number, Number] | None = None,
@@ -153,12 +156,12 @@ class MARS(LayoutOptimizer):
         nesterov_1d: Weight | None = None,
         log_time: float | None = None,
         epsilon_hat: bool = False,
-        matrices: str = "2d",
+        matrices: Kind = "2d",
         state_dtype: torch.dtype | None = None,
         collectives: Collectives = LOCAL,
         compile: bool | None = None,
-        nonfinite: str = "skip",
-        **options: Any,
+        nonfinite: Literal["skip", "raise"] = "skip",
+        **options: Unpack[PartOptions],
     ) -> None:
         checks.one_of(("skip", "raise"))("nonfinite", nonfinite)
         checks.none_or(checks.true_or_false)("compile", compile)
@@ -244,42 +247,28 @@ class MARS(LayoutOptimizer):
     @torch.no_grad()
     @without_autocast
     def _step(self) -> None:
-        layout = self._fitting()
-        if not layout.buckets:  # everything is frozen, or elsewhere
+        binding = self._fitting()
+        if not binding.members:  # everything is frozen, or elsewhere
             return
         self._next_grads.check_may_step()
         with named_range("marsopt: gather"):
-            groups, grads, live = layout.gather()
+            groups, grads, live = binding.gather()
         if isinstance(bound := self._options["max_norm"], Tensor):
             assert self._max_norm is not None
             self._max_norm.copy_(bound)
-        collectives = layout.collectives
+        runner = self._make_runner()
+        shared: Any = dict(collectives=binding.collectives, runner=runner)
         sums, decision = assess(
-            groups,
-            grads,
-            layout.members,
-            max_norm=self._max_norm,
-            collectives=collectives,
-            live=live,
-            run=self._run,
+            groups, grads, max_norm=self._max_norm, live=live, **shared
         )
-        advance(
-            groups,
-            grads,
-            layout.members,
-            decision,
-            collectives=collectives,
-            run=self._run,
-        )
+        advance(groups, grads, decision, **shared)
         with named_range("marsopt: scatter"):
-            layout.scatter()
-            layout.count(decision, self._skipped)
-        hypers = [group.hyper for group in groups]
-        last = LastStep(layout.params, hypers, sums, decision.ok)
+            binding.count(decision, self._skipped)
         self._next_grads.note_step()
-        self._grad_norm, self._last = decision.grad_norm, last
+        self._grad_norm = decision.grad_norm
+        self._last = LastStep(groups, sums, decision.ok)
         if self._options["nonfinite"] == "raise" and not decision.finite:
-            raise FloatingPointError(layout.describe_nonfinite(sums))
+            raise FloatingPointError(binding.describe_nonfinite(sums))
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -355,14 +344,14 @@ class MARS(LayoutOptimizer):
         """
         if not self._next_grads.is_used:
             return
-        layout = self._fitting()
+        binding = self._fitting()
         self._next_grads.check_may_keep()
         factor = None if grad_scale is None else 1.0 / grad_scale
         if self._max_norm is not None:
             scale = 1.0 if factor is None else factor
-            norm = layout.present_norm() * scale
+            norm = binding.present_norm() * scale
             factor = scale * global_clip(norm, self._max_norm)
-        self._next_grads.keep(layout, factor)
+        self._next_grads.keep(binding, factor)
 
     @torch.inference_mode(False)  # else later steps could not write the tensors
     @torch.no_grad()
@@ -375,9 +364,9 @@ class MARS(LayoutOptimizer):
         """
         if not self._next_grads.is_used:
             return
-        layout = self._fitting()
+        binding = self._fitting()
         self._next_grads.check_may_hand_over()
-        self._next_grads.hand_over(layout)
+        self._next_grads.hand_over(binding)
 
     # ---- a new phase ---------------------------------------------------------------
 
@@ -403,12 +392,12 @@ class MARS(LayoutOptimizer):
         SOAP's ``stage_count`` is 0. With ``log_time``, t begins at 1. Exact MARS goes
         on with ``update_previous_grad()``. One line in the log (INFO) lists the keys.
         """
-        layout = self._fitting()
+        binding = self._fitting()
         self._next_grads.restart(is_fresh=False)
-        keys = restart(layout.buckets, self.state, self.param_groups)
+        keys = restart(binding.members, self.state, self.param_groups)
         texts = [f"{', '.join(names)} to {start}" for start, names in keys.items()]
         log.info(
             "marsopt: reset_momentum set %s for %d parameters",
             "; ".join(texts),
-            len(layout.params),
+            len(binding.params),
         )

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marsopt.functional.collectives import Collectives
 from marsopt.functional.trees import plain_names
 from marsopt.optim.loading import (
     SOURCE,
@@ -24,11 +23,12 @@ from marsopt.optim.loading import (
 )
 from marsopt.rules.correction import H
 from marsopt.rules.registry import STATE_KEYS
+from marsopt.step.owners import Collectives
 
 log = logging.getLogger(__name__)
 
-# How many steps a group has taken whose preconditioner has stages: the host's count,
-# saved with the group, so that a run that goes on keeps its rhythm.
+# The steps that a group has taken, if its preconditioner has stages: the host's count,
+# saved with the group, so that a resumed run keeps its rhythm.
 STAGE_COUNT = "stage_count"
 State = MutableMapping[Tensor, dict[str, Any]]  # ``optimizer.state``
 
@@ -48,7 +48,7 @@ def _is_of_mars(key: str) -> bool:
 def check_ids(
     labelled: Sequence[tuple[Tensor, str]], saved: Mapping[str, Any]
 ) -> list[Any]:
-    """Return the ids under which ``saved`` knows the parameters, in their order.
+    """Return the ids of the parameters in ``saved``, in their order.
 
     Raises:
         ValueError: no optimizer's state dict, or another number of parameters.
@@ -66,7 +66,7 @@ def check_ids(
 def check_entries(
     labelled: Sequence[tuple[Tensor, str]], saved: Mapping[str, Any]
 ) -> None:
-    """Check that ``saved`` has all parameters, and numbers where MARS keeps numbers.
+    """Check that ``saved`` has all parameters, with numbers for MARS's keys.
 
     Raises:
         ValueError: as ``check_ids`` and ``check_kind``, by name.
@@ -80,7 +80,7 @@ def in_order_of_names(
     groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]
 ) -> dict[str, Any]:
     """Return ``saved`` with its parameters in the order of ``groups``, if both name the
-    same ones, with wrappers or without; else ``saved``, which goes by position.
+    same parameters, with wrappers or without; else ``saved``, which goes by position.
     """
     saved_groups = saved["param_groups"]
     if not all("param_names" in group for group in (*groups, *saved_groups)):
@@ -170,7 +170,7 @@ def _restarted(
     free: frozenset[str],
 ) -> set[str]:
     """Return the keys of one parameter's state that start as before its first step,
-    ``free`` ones among them.
+    ``free`` keys among them.
 
     Raises:
         ValueError: ``saved`` lacks a tensor that cannot.

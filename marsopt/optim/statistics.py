@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from marsopt.functional.step import clip_factors
-from marsopt.functional.step_types import Hyperparameters
+from marsopt.optim.binding import BoundFormula
 from marsopt.rules.checks import Number
+from marsopt.step.tables import clip_factors
 
 
 class Statistics(NamedTuple):
@@ -21,7 +21,8 @@ class Statistics(NamedTuple):
     names: list[str]
     """Of the parameters that move, as groups have them; "group0.3" without names."""
     grad_norm: Tensor
-    """(N,) norm of each parameter's gradient before any clip; 0 where it has none."""
+    """(N,) norm of each parameter's gradient before any clip; 0 for a missing gradient.
+    """
     global_clip: Tensor
     """() factor of ``max_norm`` on every gradient; 1 = no clip."""
     clip: Tensor
@@ -33,10 +34,9 @@ class Statistics(NamedTuple):
 class LastStep(NamedTuple):
     """The numbers that a step leaves: nothing is computed from them unless asked."""
 
-    params: Sequence[Tensor]  # (N), in the order of the stacks
-    hypers: Sequence[Hyperparameters]  # of each group of stacks, as they are now
+    groups: Sequence[BoundFormula]  # with the numbers of groups as they are now
     sums: Tensor  # of ``assess``, complete
-    ok: Sequence[Tensor]  # of each group of stacks: which tensors have moved
+    ok: Sequence[Tensor]  # of each formula: which tensors have moved
 
     def statistics(
         self, groups: Sequence[Mapping[str, Any]], max_norm: Number | None
@@ -47,29 +47,21 @@ class LastStep(NamedTuple):
             groups: param groups, for names.
             max_norm: threshold of the global clip in this step.
         """
-        hypers = [
-            hyper._replace(t=hyper.t - ok.to(hyper.t.dtype))
-            for hyper, ok in zip(self.hypers, self.ok, strict=True)
+        inputs = [
+            group.inputs._replace(t=group.inputs.t - ok.to(group.inputs.t.dtype))
+            for group, ok in zip(self.groups, self.ok, strict=True)
         ]
-        sums, global_clip, clips = clip_factors(hypers, self.sums, max_norm)
-        cuts = sums[:, 0].split([hyper.num_parts for hyper in hypers])
-        pairs = [*zip(hypers, cuts, clips, strict=True)]
-        squares = torch.cat([_joined(h, cut, torch.sum) for h, cut, _ in pairs])
-        clip = torch.cat([_joined(h, factors, torch.amin) for h, _, factors in pairs])
+        sums, global_clip, clips = clip_factors(inputs, self.sums, max_norm)
+        nums = [leaf.parts.num_norms for group in self.groups for leaf in group.leaves]
+        squares = [part.sum() for part in sums[:, 0].split(nums)]
+        clip = [part.amin() for part in torch.cat(clips).split(nums)]
         names = _names(groups)
         return Statistics(
-            [names[p] for p in self.params], squares.sqrt(), global_clip, clip
+            [names[m.p] for group in self.groups for m in group.members],
+            torch.stack(squares).sqrt(),
+            global_clip,
+            torch.stack(clip),
         )
-
-
-def _joined(
-    hyper: Hyperparameters, values: Tensor, reduce: Callable[[Tensor, int], Tensor]
-) -> Tensor:
-    """Return one number for each of N tensors from the numbers of its parts (P,)."""
-    if hyper.parts is None:
-        return values
-    cuts = zip(values.split(hyper.sizes), hyper.parts, strict=True)
-    return torch.cat([reduce(cut.view(parts), 1) for cut, parts in cuts])
 
 
 def _names(groups: Sequence[Mapping[str, Any]]) -> dict[Tensor, str]:

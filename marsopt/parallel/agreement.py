@@ -25,7 +25,7 @@ def check_equal(
         device: that carries tensors of the groups.
 
     Raises:
-        RuntimeError: on every rank, where they differ.
+        RuntimeError: on every rank, if they differ.
     """
     texts = {name: str(value) for name, value in values.items()}
     sha256 = hashlib.sha256(repr(texts).encode()).digest()
@@ -71,7 +71,8 @@ def _two(
 
 def names_in_modules(params: Sequence[tuple[Tensor, str]]) -> dict[str, str]:
     """Return the name of each parameter in the largest module that FSDP2 shards, by the
-    parameter's label: unnamed ones of one shape may lie in another order on a rank.
+    parameter's label: unnamed parameters of one shape may lie in another order on a
+    rank.
     """
     names = dict[int, str]()
     for module in list(_module_state_mapping):

@@ -1,4 +1,4 @@
-"""Where a step enters the mesh: MeshCollectives, its verbs over shards."""
+"""The step's entrance to the mesh: MeshCollectives, its methods over shards."""
 
 from __future__ import annotations
 
@@ -16,16 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from marsopt.functional.collectives import (
-    LOCAL,
-    Collectives,
-    MatrixParam,
-    Owned,
-    OwnerBuffer,
-    Request,
-    flat_row_indices,
-    precondition_leaves,
-)
 from marsopt.parallel.agreement import check_equal, names_in_modules
 from marsopt.parallel.cut import Cut, MatrixSpec, cut_of
 from marsopt.parallel.data_parallel import DataParallel
@@ -40,6 +30,16 @@ from marsopt.rules.buffers import owned_joined, owned_parts
 from marsopt.rules.matrices import row_numbers
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.preconditioner import MatrixCost, MatrixOutput
+from marsopt.step.owners import (
+    LOCAL,
+    Collectives,
+    MatrixParam,
+    Owned,
+    OwnerBuffer,
+    Request,
+    flat_row_indices,
+    precondition_leaves,
+)
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +56,9 @@ class MeshCollectives:
     """``marsopt.Collectives`` for DTensors: FSDP2, HSDP, and both with TP.
 
     A step sums norms over all ranks of the mesh: one all-reduce, or one for each axis
-    where the mesh has several and leaves out ranks. Matrices go to their owners and
-    back by all-to-all. Parameters on several meshes, replicated parameters and plain
-    tensors may mix.
+    if the mesh has several and leaves out ranks. Matrices go to their owners and back
+    by all-to-all. Parameters on several meshes, replicated parameters and plain tensors
+    may mix.
 
     A matrix that two axes cut (FSDP x TP) travels along one axis, then along the other.
     Every rank gathers a tensor of several such matrices whole: that is exact, but slow.
@@ -68,10 +68,10 @@ class MeshCollectives:
             are summed over that mesh.
         strategy: "owner": every matrix goes to an owner. "replicate": every rank
             gathers every matrix. "auto": as "owner"; but replicas (HSDP) share the
-            owners' work only where the model of time says that this is faster.
+            owners' work only if the model of time says that this is faster.
         max_buckets: how many exchanges are in flight at most, so that communication
-            overlaps computation; None: two, or more where a rank sends above 64 MB and
-            its matrices are many.
+            overlaps computation; None: two, or more if a rank sends above 64 MB and its
+            matrices are many.
         machine: the speeds of links and arithmetic that "auto" assumes.
 
     Raises:
@@ -115,9 +115,9 @@ class MeshCollectives:
         return f"MeshCollectives({self.mesh})"
 
     def local(self, tensor: Tensor, like: Tensor | None = None) -> Tensor:
-        """Return this rank's piece, sharing storage. A gradient whose placements differ
-        from its parameter's, ``like``, is redistributed, which is a collective:
-        tensor parallelism leaves pending (Partial) sums, and only FSDP2 completes them.
+        """Return this rank's piece, sharing storage. A gradient with other placements
+        than its parameter, ``like``, is redistributed, which is a collective: tensor
+        parallelism leaves pending (Partial) sums, and only FSDP2 completes them.
 
         Raises:
             ValueError: without ``like``, a DTensor with pending sums.
@@ -168,21 +168,15 @@ class MeshCollectives:
             indices[dim] = piece_of(positions, mesh, places).flatten()
         return indices
 
-    def placement(self, tensor: Tensor) -> Hashable:
-        """Return mesh and placements; None for a plain tensor."""
-        if not isinstance(tensor, DTensor):
-            return None
-        return tensor.device_mesh, tensor.placements
-
     # ---- sum -----------------------------------------------------------------------
 
     def sum(self, partial: Tensor, leaves: Sequence[Tensor]) -> Tensor:
         """Sum ``partial`` (len(leaves), K) over the shards of each leaf.
 
         The all-reduce spans replicas, too. The first replica contributes the numbers,
-        so that all ranks go on with the same ones; each other replica contributes NaN
-        where its number is not finite, and else zero. Replicas are assumed to hold
-        equal gradients, as FSDP2 leaves them.
+        so that all ranks go on with equal numbers; each other replica contributes NaN
+        if its number is not finite, and else zero. Replicas are assumed to hold equal
+        gradients, as FSDP2 leaves them.
 
         Raises:
             RuntimeError: ranks hold different leaves, which the first call with a list
@@ -221,7 +215,7 @@ class MeshCollectives:
     # ---- agreement -----------------------------------------------------------------
 
     def _places(self, request: object, leaves: Sequence[Tensor]) -> list[Placement]:
-        """Return where leaves lie, after a check that all ranks hold the same."""
+        """Return the placements of leaves, after a check that ranks agree on them."""
         places = [Placement.of(leaf) for leaf in leaves]
         pairs = zip(leaves, places, strict=True)
         laid_out = {
@@ -235,11 +229,11 @@ class MeshCollectives:
         self, values: Mapping[str, object], params: Sequence[tuple[Tensor, str]] = ()
     ) -> None:
         """Raise unless ``values`` and the options of planning are equal on all ranks of
-        the mesh. Collectives over different lists would hang, or add what does not
-        belong together.
+        the mesh. Collectives over different lists would hang, or add numbers of
+        different tensors.
 
         Raises:
-            RuntimeError: on every rank, where they differ.
+            RuntimeError: on every rank, if they differ.
         """
         own = {**self._options, "mesh": tuple(self.mesh.shape)}
         own |= names_in_modules(params)
@@ -297,8 +291,8 @@ class MeshCollectives:
 
     def publish_all(self, buffers: Sequence[OwnerBuffer]) -> Iterator[Tensor]:
         """Yield owners' buffers as DTensors (num, *shape) that are cut along the rows
-        of their matrices, and flat ones, cut along their one dim. A collective of the
-        leaves' meshes: an all-reduce of numbers, and one for each 32 MB of buffers.
+        of their matrices, and flat DTensors, cut along their one dim. A collective of
+        the leaves' meshes: an all-reduce of numbers, and one for each 32 MB of buffers.
         """
         on_meshes = [b for b in buffers if isinstance(b.leaf, DTensor)]
         published = whole_buffers(on_meshes, self.mesh.device_type)
@@ -348,7 +342,7 @@ class MeshCollectives:
         by_axis: dict[tuple[DeviceMesh, int, bool], dict[int, Cut]] = {}
         grids: dict[Hashable, dict[int, Grid]] = {}
         local, gathered = [], []
-        cost = cost.on(leaves[0].device.type)  # on which ranks agree: machines differ
+        cost = cost.on(leaves[0].device.type)  # equal on all ranks: machines differ
         places = self._places((cost, *ways), leaves)
         for i, leaf in enumerate(leaves):
             cut = cut_of(leaf, places[i], ways[i])
@@ -389,10 +383,10 @@ class MeshCollectives:
 
 def collectives_of(model: nn.Module) -> Collectives:
     """Return the collectives for a step of ``model``: over its mesh (FSDP2, HSDP, TP),
-    over the ranks of DistributedDataParallel, or LOCAL where it has neither.
+    over the ranks of DistributedDataParallel, or LOCAL if it has neither.
 
     After a forward pass without a backward one FSDP's root holds its parameters whole.
-    This makes them shards again, for which an optimizer is made.
+    This makes them shards again, as an optimizer needs them.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -405,7 +399,7 @@ def collectives_of(model: nn.Module) -> Collectives:
 
 def over_meshes(params: Iterable[Tensor]) -> Collectives:
     """Return ``MeshCollectives`` over the largest mesh of ``params``, the first of
-    equals; LOCAL where no tensor is a DTensor.
+    equals; LOCAL if no tensor is a DTensor.
     """
     meshes = [p.device_mesh for p in params if isinstance(p, DTensor)]
     return MeshCollectives(max(meshes, key=DeviceMesh.size)) if meshes else LOCAL
@@ -472,6 +466,6 @@ def _numbers(leaf: MatrixParam, cuts: Mapping[int, Tensor]) -> tuple[int, ...]:
 
 
 def _distinct(ways: Sequence[Hashable]) -> Sequence[Hashable]:
-    """Return a key that stands for all ways: one of them, where all are equal."""
+    """Return a key that stands for all ways: one of them, if all are equal."""
     alike = all(way is ways[0] or way == ways[0] for way in ways)
     return ways[:1] if alike else ways

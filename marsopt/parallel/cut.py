@@ -21,7 +21,7 @@ class MatrixSpec(NamedTuple):
     """How a leaf is made of matrices, and whether their owners keep buffers."""
 
     matrices: Matrices
-    keeps: bool  # whether it keeps something where their owners are
+    keeps: bool  # whether their owners keep buffers
 
     @classmethod
     def of(cls, matrices: Matrices, preconditioner: MatrixPreconditioner) -> MatrixSpec:
@@ -78,7 +78,7 @@ def cut_of(
         return "local"
     if len(inner) > 1 or not place.consecutive[inner[0]]:
         return "strided"
-    assert place.mesh is not None  # some axis of which cuts
+    assert place.mesh is not None  # some axis of it cuts
     axis, dim = place.axes[inner[0]], place.dims[inner[0]]
     sizes = shard_sizes(leaf.shape[dim], place.mesh.size(axis))
     parts, cols = matrices.part_rows(leaf.shape), leaf.shape[row_dim + 1 :].numel()

@@ -10,7 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from marsopt.functional.collectives import (
+from marsopt.parallel.agreement import check_equal
+from marsopt.parallel.exchange import Gather, TensorSpec
+from marsopt.parallel.planner import Plan, assign_buckets
+from marsopt.parallel.shard_group import widest
+from marsopt.rules.preconditioner import MatrixCost, MatrixOutput
+from marsopt.step.owners import (
     LocalCollectives,
     Request,
     Tensors,
@@ -19,11 +24,6 @@ from marsopt.functional.collectives import (
     precondition_leaves,
     precondition_matrices,
 )
-from marsopt.parallel.agreement import check_equal
-from marsopt.parallel.exchange import Gather, TensorSpec
-from marsopt.parallel.planner import Plan, assign_buckets
-from marsopt.parallel.shard_group import widest
-from marsopt.rules.preconditioner import MatrixCost, MatrixOutput
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -93,7 +93,7 @@ class DataParallel(LocalCollectives):
         results of a rank would else be written into other parameters.
 
         Raises:
-            RuntimeError: on every rank, where they differ.
+            RuntimeError: on every rank, if they differ.
         """
         trained = [(p.detach(), name) for p, name in params if p.requires_grad]
         if trained:
@@ -177,7 +177,7 @@ def _single(request: Request) -> Iterator[Request]:
 
 
 def _specs(request: Request, words: torch.dtype) -> list[TensorSpec]:
-    """Return the shapes and dtypes in which the result of a matrix travels."""
+    """Return the shapes and dtypes of a matrix's result as it travels."""
     specs = [TensorSpec(request.input.matrix.shape, words)]
     for buffer in request.input.owned:
         wide = torch.promote_types(buffer.dtype, words)

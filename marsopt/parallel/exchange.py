@@ -12,7 +12,7 @@ from torch import Tensor
 
 Shape = Sequence[int]
 
-# torch 2.13 has another name for it, and warns of this one
+# torch 2.13 has another name for it, and warns of this name
 all_gather = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
 
 
@@ -35,13 +35,11 @@ def to_words(x: Tensor, words: torch.dtype) -> Tensor:
 
 
 def from_words(flat: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """Return the tensors whose bits lie one after the other in ``flat``, which may be
-    longer.
-    """
+    """Return the tensors at the start of ``flat``, their bits one after the other."""
     sizes = [spec.num_words(flat.dtype) for spec in specs]
     parts = flat[: sum(sizes)].split(sizes)
     return [
-        # wider ones need not begin at a multiple of their width
+        # wider tensors need not begin at a multiple of their width
         (part if spec.dtype == flat.dtype else part.clone().view(spec.dtype)).view(
             tuple(spec.shape)
         )
@@ -57,7 +55,7 @@ class Exchange:
 
     Args:
         sent: the tensors that this rank sends to each rank.
-        shapes: of those that each rank sends to this one.
+        shapes: of the tensors that each rank sends to this rank.
         like: an empty tensor of their dtype, on their device.
         group: the ranks.
     """

@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from marsopt.functional.collectives import Request, precondition_matrices
 from marsopt.parallel.cut import Cut, MatrixSpec
 from marsopt.parallel.placement import Placement, shard_sizes
 from marsopt.parallel.planner import Matrix, Plan, assign_buckets
 from marsopt.parallel.shard_group import ShardGroup
 from marsopt.rules.preconditioner import MatrixCost, MatrixInput, MatrixOutput
+from marsopt.step.owners import Request, precondition_matrices
 
 InOut = TypeVar("InOut", MatrixInput, MatrixOutput)
 
@@ -25,8 +25,8 @@ InOut = TypeVar("InOut", MatrixInput, MatrixOutput)
 @dataclass(frozen=True)
 class Grid:
     """How two axes cut a leaf that is one matrix. Pieces travel along the second axis,
-    where they join to a strip, as only the first axis would cut. Strips travel along
-    the first axis, where they join to the matrix.
+    and join to a strip, as only the first axis would cut. Strips travel along the first
+    axis, and join to the matrix.
     """
 
     mesh: DeviceMesh
@@ -38,7 +38,7 @@ class Grid:
 
     @property
     def cut(self) -> Cut:
-        """Return how the second axis cuts what lies here."""
+        """Return how the second axis cuts the strip that lies here."""
         axis = self.axes[1]
         rank = self.mesh.get_local_rank(axis)
         return Cut(self.mesh, axis, False, 1, (self.strip,), rank)
@@ -57,8 +57,8 @@ class Grid:
 
 
 def grid_of(leaf: Tensor, place: Placement, way: MatrixSpec) -> Grid | None:
-    """Return how two axes cut a leaf. None where the leaf is several matrices, or the
-    axes cut it in another way than a ``Grid``.
+    """Return how two axes cut a leaf. None if the leaf is several matrices, or the axes
+    cut it in another way than a ``Grid``.
     """
     is_single = leaf.ndim == 2 and way.matrices.num_in(leaf.shape) == 1
     if not is_single or len(place.axes) != 2 or not isinstance(leaf, DTensor):
@@ -132,7 +132,7 @@ def group_over(
 def _precondition_strips(
     grids: Sequence[Grid], bucket: int, requests: Sequence[Request]
 ) -> list[MatrixOutput]:
-    """Precondition whole matrices whose rows lie in the order of their strips."""
+    """Precondition whole matrices, with rows in the order of their strips."""
     pairs = zip(requests, grids, strict=True)
     ordered = [
         request._replace(input=grid.in_order(request.input)) for request, grid in pairs

@@ -17,7 +17,7 @@ class LayoutCache(Generic[Found]):
     """A cache keyed by shapes, dtypes and placements, with a fast path for the layout
     that came last.
 
-    It keeps no reference to a leaf, not even a weak one: modules exchange DTensors by
+    It keeps no reference to a leaf, not even weakly: modules exchange DTensors by
     ``swap_tensors``, which refuses tensors that have weak references.
     """
 
@@ -26,7 +26,7 @@ class LayoutCache(Generic[Found]):
         self._last: dict[Hashable, tuple[list[object], Found]] = {}
 
     def every(self) -> list[Found]:
-        """Return all that was found."""
+        """Return all results."""
         return list(self._by_value.values())
 
     def of(
@@ -35,11 +35,11 @@ class LayoutCache(Generic[Found]):
         key: Hashable,
         find: Callable[[Sequence[Tensor]], Found],
     ) -> Found:
-        """Return what ``find`` returned for leaves laid out as these, under ``key``."""
+        """Return the result of ``find`` for leaves laid out as these, under ``key``."""
         forms = [_form(x) for x in leaves]
         if key in self._last:
             last_forms, result = self._last[key]
-            if forms == last_forms:  # the same objects, where an optimizer comes again
+            if forms == last_forms:  # an optimizer comes with the same objects again
                 return result
         layout = [(tuple(x.shape), x.dtype, Placement.of(x)) for x in leaves]
         value = (key, *layout)
@@ -52,6 +52,6 @@ class LayoutCache(Generic[Found]):
 
 def _form(x: Tensor) -> object:
     """Return shape, dtype and placement. A DTensor keeps them as one object, ``_spec``:
-    a step would read and compare its public parts one by one, tensor by tensor.
+    a step would read and compare each of its public parts, tensor by tensor.
     """
     return x._spec if isinstance(x, DTensor) else (x.shape, x.dtype)

@@ -17,7 +17,7 @@ class Placement:
     """Which axes of a mesh cut a tensor, and where. A plain tensor has empty fields."""
 
     mesh: DeviceMesh | None = None
-    # mesh axes over which the pieces are spread, and the dim that each of them cuts
+    # mesh axes that the pieces are spread over, and the dim that each of them cuts
     axes: tuple[int, ...] = ()
     dims: tuple[int, ...] = ()
     consecutive: tuple[bool, ...] = ()  # whether each cuts into consecutive pieces
@@ -46,7 +46,7 @@ class Placement:
 
 def dim_of(placement: AxisPlacement) -> int:
     """Return the dim that a placement cuts; it must not be Replicate."""
-    return cast(Shard, placement).dim  # as strided ones have it too
+    return cast(Shard, placement).dim  # as strided shards have it too
 
 
 def shard_size(size: int, rank: int, num_ranks: int) -> int:

@@ -38,7 +38,7 @@ class Matrix:
 
     Args:
         rows, cols: of the whole matrix.
-        dim: 0 where rows are cut, 1 where columns are.
+        dim: 0 if rows are cut, 1 if columns are.
         lengths: of the pieces along ``dim``, rank by rank; None = as Shard cuts. One of
             several matrices in a parameter may begin and end anywhere on the ranks.
     """
@@ -101,7 +101,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one step costs on the slowest rank."""
+    """The cost of one step on the slowest rank."""
 
     bytes_sent: float  # mean over the ranks
     bytes_max: float  # of the rank that sends most: an owner
@@ -211,9 +211,9 @@ def cost(
     Bytes and FLOPs are as in docs/scaling.md; time is a model, for choosing, not a
     measurement. Bytes of an (m, n) matrix of s bytes an element, over p ranks:
 
-    - with an owner, 2 mn s / p a rank, less what stays at home: mn s / p from every
-      other rank, and mn s (p - 1)/p back from the owner. R replicas that share the work
-      send that over R, and mn s (R - 1)/(p R) of results;
+    - with an owner, 2 mn s / p a rank, less the bytes that stay at home: mn s / p from
+      every other rank, and mn s (p - 1)/p back from the owner. R replicas that share
+      the work send that over R, and mn s (R - 1)/(p R) of results;
     - gathered, mn s (p - 1)/p.
     """
     p, split = plan.num_ranks, plan.replicas

@@ -11,18 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from marsopt.functional.collectives import OwnerBuffer
 from marsopt.parallel.exchange import TensorSpec, from_words, to_words
 from marsopt.parallel.placement import AxisPlacement, Placement, piece_of
 from marsopt.parallel.reductions import groups_of
+from marsopt.step.owners import OwnerBuffer
 
 MOST = 2**25  # bytes of buffers that ranks exchange at once, about
 
 
 def whole_buffers(buffers: Sequence[OwnerBuffer], device: str) -> Iterator[Tensor]:
     """Yield buffers of leaves that are DTensors, (num, *shape), cut along the rows of
-    their matrices, and flat ones, cut along their one dim. A collective: an all-reduce
-    of numbers, and one for ``MOST`` bytes.
+    their matrices, and flat DTensors, cut along their one dim. A collective: an
+    all-reduce of numbers, and one for ``MOST`` bytes.
     """
     if not buffers:
         return
@@ -73,7 +73,7 @@ def _spec(buffer: OwnerBuffer) -> TensorSpec:
 
 
 def _summed_bits(told: Sequence[tuple[OwnerBuffer, Tensor]]) -> list[Tensor]:
-    """Return the whole buffers of one mesh, of each of whose matrices one rank tells:
+    """Return the whole buffers of one mesh. One rank sends the numbers of a matrix:
     other ranks send zeros, so that bits may be added.
     """
     parts, rank = [], dist.get_rank()

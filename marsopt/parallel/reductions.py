@@ -18,7 +18,7 @@ class Reduction(NamedTuple):
 
     group: dist.ProcessGroup
     rows: Tensor | None  # which leaves take part; None: all
-    # (rows,) bool: False where another rank contributes the number; None: all True
+    # (rows,) bool: False if another rank contributes the number; None: all True
     contributes: Tensor | None
 
 
@@ -41,7 +41,7 @@ def groups_of(
     mesh: DeviceMesh,
 ) -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
     """Return process groups that together span a mesh, each with the axes that it
-    spans: the default group for all axes, where it has the same ranks.
+    spans: the default group for all axes, if it has the same ranks.
     """
     axes = tuple(axis for axis in range(mesh.ndim) if mesh.size(axis) > 1)
     if len(axes) > 1 and mesh.size() == dist.get_world_size():
@@ -61,7 +61,7 @@ def _reduction(
     device: str,
 ) -> Reduction:
     """Return the all-reduce over a group, which spans these axes of meshes. The first
-    one also takes what lies whole on every rank.
+    group also takes leaves that lie whole on every rank.
     """
     rows, contributes = [], []
     for i, place in enumerate(places):

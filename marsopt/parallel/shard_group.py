@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 
-from marsopt.functional.collectives import Request, precondition_matrices
 from marsopt.parallel.exchange import Exchange, Gather, TensorSpec
 from marsopt.parallel.planner import Matrix, Plan, plan
 from marsopt.rules.preconditioner import MatrixCost, MatrixOutput
+from marsopt.step.owners import Request, precondition_matrices
 
 
 class ShardGroup:
@@ -57,7 +57,7 @@ class ShardGroup:
         )
         shapes = {m: m.shards(self.plan.num_ranks) for m in set(matrices)}
         self._shapes = [shapes[m] for m in matrices]
-        # where replicas share the owners' work: their axis, and this replica's number
+        # if replicas share the owners' work: their axis, and this replica's number
         self._replicas, self._replica = None, 0
         if self.plan.replicas > 1 and self.plan.num_buckets:
             self._replicas = mesh.get_group(others[0])
@@ -71,7 +71,7 @@ class ShardGroup:
 
     def on_owners(self, requests: Sequence[Request]) -> dict[int, MatrixOutput]:
         """Return the results of all matrices as this rank's shards, by number, from its
-        shards of all matrices; with buffers of owners where the owner is this rank.
+        shards of all matrices; with the owner's buffers if the owner is this rank.
         """
         results = self._by_owners(requests)
         if self._replicas is not None:
@@ -135,7 +135,7 @@ class ShardGroup:
         requests: Sequence[Request],
         by_rank: Sequence[Sequence[Tensor]],
     ) -> list[Request]:
-        """Return this owner's matrices, from what every rank has sent."""
+        """Return this owner's matrices, from the pieces of every rank."""
         wholes = []
         for i, *pieces in zip(members, *by_rank, strict=True):
             matrix = torch.cat(pieces, self.matrices[i].dim)

@@ -19,13 +19,13 @@ from torch import nn
 
 from marsopt.models.names import TABLES, by_name
 from marsopt.models.roles import roles
-from marsopt.optim.compiled import declined, missing_for
 from marsopt.profiling.gpt2 import EMBEDDINGS, MODELS, VOCAB_SIZE, Subject, shapes
 from marsopt.profiling.machine import free_memory
 from marsopt.profiling.optimizer import profile_optimizer
 from marsopt.rules.registry import REGISTRY, canonical
+from marsopt.step.compiling import declined, missing_for
 
-# by which a call ends in an answer, not in hours of lists
+# limits by which a call ends in an answer, not in hours of lists
 MOST = {"layers": 100_000, "width": 2**20, "vocab": 2**24, "steps": 10**6}
 
 
@@ -44,6 +44,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     dtypes = ["float32", "bfloat16"]
     warm = "reuse compiled code on disk: faster, but the first call's time means little"
+    source = "print the source of every kernel, too"
     log = "write torch's structured compile log, for tlparse"
     own = "a function without arguments that returns a module or {name: shape}"
     of = f"{', '.join(MODELS)}, or MODULE:FUNCTION, {own}"
@@ -62,6 +63,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--steps", type=int, default=10, help="calls to time (default: %(default)s)")
     add("--warm", action="store_true", help=warm)
+    add("--source", action="store_true", help=source)
     add("--json", type=Path, metavar="FILE", help="write the report as JSON")
     add("--trace", type=Path, metavar="FILE", help="write a Chrome trace")
     add("--compile-log", type=Path, metavar="DIR", help=log)
@@ -93,8 +95,8 @@ def tensors_of(
 
 
 def own_tensors(name: str) -> tuple[dict[str, tuple[int, ...]], Collection[str]]:
-    """Return the shapes of what MODULE:FUNCTION returns, and which of them are
-    embeddings and heads: of a module by its layers, else by their names.
+    """Return the shapes in the result of MODULE:FUNCTION, and the names of embeddings
+    and heads: of a module by its layers, else by their names.
 
     Raises:
         ValueError: it cannot be had, or returns neither a module nor a mapping from
@@ -168,7 +170,7 @@ def check(args: argparse.Namespace) -> None:
             f"got {missing}, expected torch.compile to work: install it or unset that, "
             "since the profiler counts compiled graphs"
         )
-    # x, g, h, m, v, and what Newton-Schulz or a copy takes beside
+    # x, g, h, m, v, and the temporaries of Newton-Schulz or a copy
     args.tensors, args.tables = tensors_of(args)
     needed = 28 * sum(map(math.prod, args.tensors.values()))
     free = free_memory(args.device)
@@ -209,7 +211,7 @@ def title(args: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    """Profile the model on the command line; exit with 2 where that cannot be done."""
+    """Profile the model on the command line; exit with 2 if that cannot be done."""
     try:
         run(arguments())
     except ValueError as error:
@@ -221,7 +223,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Profile; print and write what came out."""
+    """Profile; print and write the report."""
     subject = Subject(
         args.tensors,
         args.rule,
@@ -241,6 +243,8 @@ def run(args: argparse.Namespace) -> None:
         compile_log=args.compile_log,
     )
     print(report)
+    if args.source:
+        print(f"\n{report.source}\n")
     if args.json is not None:
         args.json.write_text(json.dumps(report.to_dict(), indent=1) + os.linesep)
     for name in ("json", "trace", "compile_log"):

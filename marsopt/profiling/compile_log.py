@@ -1,4 +1,5 @@
-"""What torch says while it compiles: graphs with their kernels, breaks, recompiles.
+"""The messages of torch while it compiles: graphs with their kernels, breaks,
+recompiles.
 
 Two logs of torch are listened to: the structured compile log (the one that TORCH_TRACE
 writes and tlparse reads), and inductor's metrics of a graph
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from marsopt.optim import base
-from marsopt.optim.compiled import LINES
+from marsopt.step.compiling import LINES
 
 PACKAGE = str(Path(base.__file__).parents[1])  # where the functions of MARS lie
 
@@ -32,7 +33,6 @@ class Kernel:
     name: str
     num_bytes: int  # read and written
     is_extern: bool
-    input_bytes: int = 0  # of the largest tensor that the graph was given and it reads
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Recompile:
 
     name: str
     reason: str
-    call: int  # in which it was, from 1 on
+    call: int  # the number of its call, from 1 on
 
 
 @dataclass
@@ -62,20 +62,25 @@ class Graph:
     name: str = "?"  # of the function
     where: str = "?"  # path:line
     seconds: float = 0.0  # that compiling it took
-    code_size: int = 0  # characters that inductor generated
+    source: str = ""  # that inductor generated
     kernels: list[Kernel] = field(default_factory=list)
     num_runs: int = 0  # in one call
+    # the elements of these runs over the elements of its first run, if it takes tensors
+    # of any size
+    work: float = 0.0
     peak_bytes: int = 0  # that one run allocates at most, its results included
 
     @property
     def num_bytes(self) -> int:
-        """Return what one run reads and writes, as inductor's scheduler counts."""
+        """Return the bytes that a run reads and writes, as inductor's scheduler counts,
+        at the sizes of the first run.
+        """
         return sum(kernel.num_bytes for kernel in self.kernels)
 
 
 @dataclass
 class CompileLog:
-    """The compiled graphs, in the order in which they were captured."""
+    """The compiled graphs, in the order of their capture."""
 
     tell: Callable[[str], None]  # of each graph
     graphs: dict[str, Graph] = field(default_factory=dict)  # by compile id
@@ -98,7 +103,7 @@ class CompileLog:
         if "dynamo_output_graph" in data:  # a second attempt voids the first
             self.graphs[key] = Graph(key)
         elif "inductor_output_code" in data and key in self.graphs:
-            self.graphs[key].code_size += len(text)
+            self.graphs[key].source += text
         elif artifact == "dynamo_graph_break_reason":
             graph_break = _parse_break(text)
             self.breaks.setdefault(graph_break.where, graph_break)
@@ -128,9 +133,9 @@ class CompileLog:
         self.tell(f"graph {key}, {name}, compiled in {graph.seconds:.1f} s")
 
     def take_cause(self, record: logging.LogRecord) -> None:
-        """Note why MARS makes a new layout, from its debug log."""
-        if record.msg == base.NEW_LAYOUT and record.args:
-            self.cause = f"a new layout of MARS ({record.args[0]})"
+        """Note why MARS makes a new binding, from its debug log."""
+        if record.msg == base.NEW_BINDING and record.args:
+            self.cause = f"a new binding of MARS ({record.args[0]})"
 
     def take_metrics(self, record: logging.LogRecord) -> None:
         """Note the kernels of one graph."""
@@ -148,20 +153,8 @@ class CompileLog:
                         name=node.get_name(),
                         num_bytes=4 * words,
                         is_extern=node.is_extern(),
-                        input_bytes=_input_bytes(node),
                     )
                 )
-
-
-def _input_bytes(node: Any) -> int:
-    """Return the bytes of the largest tensor that a kernel reads of those that its
-    graph was given.
-    """
-    from torch._inductor.virtualized import V
-
-    inputs = set(V.graph.graph_input_names)
-    reads = [dep for dep in node.read_writes.reads if dep.name in inputs]
-    return max((dep.numbytes_hint() for dep in reads), default=0)
 
 
 @contextmanager
@@ -222,7 +215,7 @@ def _lowered(
 
 
 def _writer(folder: Path) -> logging.Handler:
-    """Return what TORCH_TRACE=folder installs when torch is imported."""
+    """Return the handler that TORCH_TRACE=folder installs when torch is imported."""
     from torch._logging._internal import LazyTraceHandler, TorchLogsFormatter
 
     handler = LazyTraceHandler(str(folder))
@@ -231,7 +224,7 @@ def _writer(folder: Path) -> logging.Handler:
 
 
 def _parse_break(text: str) -> Break:
-    """Return place and headline of torch's explanation, whose first lines are
+    """Return place and headline of torch's explanation. Its first lines are
 
     Graph break in user code at PATH:LINE
     Graph Break Reason: [Encountered graph break when ...:] HEADLINE

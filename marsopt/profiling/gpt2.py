@@ -1,5 +1,5 @@
-"""GPT-2's tensors, and the command's subject: MARS on them, along a schedule in which
-every hyperparameter moves.
+"""GPT-2's tensors, and the command's subject: MARS on them, along a schedule of every
+hyperparameter.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def param_groups(
     params: Mapping[str, Tensor], rule: str, tables: Collection[str] = EMBEDDINGS
 ) -> list[dict[str, Any]]:
     """Return the groups for ``rule``: ``tables``, which are embeddings, take it too
-    (matrix rules: in a group of their own), but where AdamW with the rule's own rate
-    moves tensors that are no matrices, it moves them too, as in the authors' scripts.
+    (matrix rules: in a group of their own), but if AdamW with the rule's own rate moves
+    tensors that are no matrices, it moves them too, as in the authors' scripts.
     """
     row = REGISTRY[rule]
     beside = tables if row.matrix_only else ()

@@ -19,11 +19,11 @@ from torch.utils.benchmark import Timer
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
 # rows and columns: enough to occupy all of it
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
-HEAD_START = 100_000_000  # cycles for which a GPU is kept waiting: some 50 ms
+HEAD_START = 100_000_000  # cycles that a GPU is kept waiting: some 50 ms
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Return what figures hold for, in what JSON can hold."""
+    """Return the machine of the figures, as JSON can hold it."""
     info, cpu = Path("/proc/cpuinfo"), platform.processor() or platform.machine()
     if info.exists():
         named = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE)

@@ -1,26 +1,27 @@
-"""The report on a step of MARS: beside the report on any function, kernels per stack,
+"""The report on a step of MARS: beside the report on any function, printed kernels,
 bytes a parameter beside the least possible, copies of small tensors, and the products
 of whole matrices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from marsopt.functional.binding import owned_leaves
-from marsopt.functional.collectives import LOCAL
-from marsopt.optim.buckets import ParameterBucket
-from marsopt.optim.portions import batch_dtype
+from marsopt.functional.buffers import owned_leaves
+from marsopt.optim.binding import BoundFormula, Member
 from marsopt.profiling import machine
 from marsopt.profiling.gpt2 import Subject
 from marsopt.profiling.profiler import profile
 from marsopt.profiling.table import Report, size
-from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.dtypes import working_dtype
+from marsopt.step import graph_runner
+from marsopt.step.graph_runner import Graphs, batch_dtype
+from marsopt.step.kernel_runner import Kernels
+from marsopt.step.step import Place
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ class Floor:
 
     norms: int  # g, and h where the gradient is corrected, read for their norms
     update: int  # everything, read once and written once
-    copied: int  # small tensors copied into stacks and out again: read and written
+    copied: (
+        int  # small tensors copied flat behind each other, and out: read and written
+    )
 
     @property
     def num_bytes(self) -> int:
@@ -37,93 +40,80 @@ class Floor:
         return self.norms + self.update
 
 
-def full_buffers(algorithm: Algorithm) -> list[str]:
-    """Return the symbols of the buffers that a step passes over beside x, g and h: a
-    buffer of fewer dims than x is no pass over it.
+def floor_of(
+    groups: Sequence[BoundFormula], copied: Collection[Place], *, is_local: bool = True
+) -> Floor:
+    """Return the bytes of a step, with the gradients that are there.
+
+    Args:
+        groups: the parameters of each formula.
+        copied: those that a step copies flat behind each other, and out again.
+        is_local: whether one process has everything.
     """
-    kept = algorithm.preconditioner.buffers.items()
-    return [symbol for symbol, buffer in kept if buffer.home == "shard"]
+    floors = [
+        _floor(member, is_local, (number, i) in copied)
+        for number, group in enumerate(groups)
+        for i, member in enumerate(group.members)
+    ]
+    return Floor(*map(sum, zip(*floors, strict=True)))
 
 
-def passes(
-    algorithm: Algorithm, *, g: int, x: int, h: int, made: int, o: int, buffers: int
-) -> tuple[int, int]:
-    """Return the least bytes of the norms and of the update, from the bytes of the
-    tensors that they pass over; ``h`` is 0 without a correction, ``made`` the matrices
-    that ``update`` writes for their owners, ``o`` the owners' results.
+def _floor(member: Member, is_local: bool, is_copied: bool) -> tuple[int, int, int]:
+    """Return the bytes of one parameter."""
+    algorithm, piece = member.algorithm, member.piece
+    grad, num, x = member.p.grad, piece.numel(), piece.nbytes
+    g = 0 if grad is None else num * grad.dtype.itemsize
+    h = member.state["h"].nbytes if "h" in member.state else 0
+    moments = sum(member.state[symbol].nbytes for symbol in algorithm.moments)
+    update = g + h + 2 * (x + moments) + (h if algorithm.h_from == "step" else 0)
+    if algorithm.matrix_only:  # applying reads x and the directions, and writes x
+        update += num * sum(d.itemsize for d in _dtypes_of_matrices(member, is_local))
+    # flat behind each other and, but for gradients, out again
+    copied = 2 * g + 4 * (x + h + moments) if is_copied else 0
+    return g + h, update, copied
+
+
+def _dtypes_of_matrices(member: Member, is_local: bool) -> list[torch.dtype]:
+    """Return the dtypes of the matrices that an update writes for their owners, if it
+    writes any, and of the owners' results.
     """
-    written = h if algorithm.h_from == "step" else 0
-    update = g + h + 2 * buffers + written + made
-    # of a matrix rule the update leaves x; applying reads x and the factors, writes x
-    update += 2 * x + (o if algorithm.matrix_only else 0)
-    return g + h, update
+    algorithm, piece = member.algorithm, member.piece
+    if not is_local:  # results are from other ranks
+        made = [batch_dtype(algorithm, piece)] if algorithm.makes_matrix else []
+        return [*made, working_dtype(piece)]
+    is_made = algorithm.makes_matrix or graph_runner.takes_batches(piece.device)
+    cost = algorithm.matrix_preconditioner.cost.on(piece.device.type)
+    made = [batch_dtype(algorithm, piece)] if is_made else []
+    return [*made, cost.returned(working_dtype(piece))]
 
 
-def _floor(bucket: ParameterBucket) -> tuple[int, int, int]:
-    """Return the bytes of one bucket, with the gradients that are there."""
-    algorithm, state, local = bucket.algorithm, bucket.state, bucket.collectives.local
-    g = sum(local(p.grad, p).nbytes for p in bucket.params)
-    x = sum(piece.nbytes for piece in bucket.pieces)
-    sizes = {
-        symbol: sum(t.nbytes for t in tensors) for symbol, tensors in state.items()
-    }
-    norms, update = passes(
-        algorithm,
-        g=g,
-        x=x,
-        h=sizes.get("h", 0),
-        made=_matrix_bytes(bucket),
-        o=_factor_bytes(bucket),
-        buffers=sum(sizes[s] for s in full_buffers(algorithm)),
-    )
-    # into stacks and, but for gradients, out again
-    copied = 2 * g + 4 * (x + sum(sizes.values())) if bucket.is_copied else 0
-    return norms, update, copied
-
-
-def _matrix_bytes(bucket: ParameterBucket) -> int:
-    """Return the bytes that ``update`` writes for Newton-Schulz: rows of a batch, or a
-    tensor of its own.
-    """
-    algorithm, first = bucket.algorithm, bucket.pieces[0]
-    num = sum(piece.numel() for piece in bucket.pieces)
-    if bucket.batch is not None:
-        return num * batch_dtype(algorithm, first, first.device.type).itemsize
-    return num * working_dtype(first).itemsize if algorithm.makes_matrix else 0
-
-
-def _factor_bytes(bucket: ParameterBucket) -> int:
-    """Return the bytes of owners' results, as they are in this process."""
-    algorithm, first = bucket.algorithm, bucket.pieces[0]
-    if not algorithm.matrix_only:
-        return 0
-    dtype = working_dtype(first)  # of results from other ranks
-    if bucket.collectives is LOCAL:
-        dtype = algorithm.matrix_preconditioner.cost.on(first.device.type).returned()
-    return sum(piece.numel() for piece in bucket.pieces) * dtype.itemsize
-
-
-def floor_of(buckets: Sequence[ParameterBucket]) -> Floor:
-    """Return the bytes of a step over these, with the gradients that are there."""
-    return Floor(*map(sum, zip(*map(_floor, buckets), strict=True)))
-
-
-def matrix_products(
-    buckets: Sequence[ParameterBucket], device: str
-) -> tuple[int, float]:
+def matrix_products(members: Sequence[Member], device: str) -> tuple[int, float]:
     """Return the FLOPs of a step with whole matrices (where steps differ, the mean),
     and the FLOP/s of a large product in their dtype.
     """
     flops, dtype = 0, torch.float32
-    for bucket in buckets:
-        algorithm = bucket.algorithm
+    for member in members:
+        algorithm = member.algorithm
         if algorithm.matrix_only:
             cost = algorithm.matrix_preconditioner.cost.on(device)
             dtype = torch.float32 if cost.is_float32 else cost.returned()
-            for p in bucket.params:
-                (leaf,) = owned_leaves(algorithm, [p])
-                flops += leaf.num_flops(device)
+            (leaf,) = owned_leaves(algorithm, [member.p])
+            flops += leaf.num_flops(device)
     return flops, machine.matmul_rate(device, dtype)
+
+
+@dataclass(frozen=True)
+class PrintedKernel:
+    """A printed kernel over the tensors of one formula."""
+
+    name: str
+    num_launches: int  # in a step; of sums a second one adds the blocks of each part
+    num_bytes: int  # read and written in a step, by its loads and stores
+    source: str  # for Triton
+
+    def __str__(self) -> str:
+        launches = f"{self.num_launches} launch{'es' * (self.num_launches != 1)}"
+        return f"{self.name}: {launches}, {size(self.num_bytes)} moved"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,45 +121,31 @@ class OptimizerReport(Report):
     """The cost of a step of MARS. ``str(report)`` is a table."""
 
     CALL: ClassVar[str] = "step"
-    DERIVED: ClassVar[tuple[str, ...]] = (
-        *Report.DERIVED,
-        "num_stacks",
-        "num_stack_kernels",
-        "num_small_kernels",
-        "bytes_per_param",
-    )
+    DERIVED: ClassVar[tuple[str, ...]] = (*Report.DERIVED, "bytes_per_param")
 
     title: str
     num_tensors: int
     num_params: int
-    stack_bytes: tuple[int, ...]  # of each stack's gradients
+    printed: list[PrintedKernel]
     floor: Floor
     num_flops: int  # with whole matrices, in one step
     matmul_rate: float  # FLOP/s of a large square product in their dtype
 
     @property
-    def num_stacks(self) -> int:
-        """Return the stacks that a step moves, over all calls of its graphs."""
-        return len(self.stack_bytes)
+    def num_kernels(self) -> int:
+        """Return the kernels of all graphs, and launches of printed ones, in a step."""
+        return (super().num_kernels or 0) + sum(k.num_launches for k in self.printed)
 
     @property
-    def num_stack_kernels(self) -> int:
-        """Return the kernels of one step that pass over a stack."""
-        return self.num_kernels_over(min(self.stack_bytes), inputs=True)
-
-    @property
-    def num_small_kernels(self) -> int:
-        """Return the other kernels of one step: they compute numbers per tensor."""
-        return self.num_kernels - self.num_stack_kernels
-
-    @property
-    def kernels_per_stack(self) -> float:
-        """Return the kernels of one step a stack, on average."""
-        return self.num_stack_kernels / self.num_stacks
+    def num_bytes(self) -> int:
+        """Return what graphs read and write in a step, as inductor counts, and printed
+        kernels by their source.
+        """
+        return (super().num_bytes or 0) + sum(k.num_bytes for k in self.printed)
 
     @property
     def bytes_per_param(self) -> float:
-        """Return the bytes that compiled graphs read and write, as inductor counts."""
+        """Return ``num_bytes`` a parameter."""
         return self.num_bytes / self.num_params
 
     @property
@@ -180,17 +156,32 @@ class OptimizerReport(Report):
         seconds = (self.num_bytes + self.floor.copied) / self.copy_bandwidth
         return seconds + self.num_flops / self.matmul_rate
 
+    @property
+    def source(self) -> str:
+        """Return the source of every printed kernel; without one, inductor's code of
+        every graph.
+        """
+        if self.printed:
+            return "\n\n".join(dict.fromkeys(k.source for k in self.printed))
+        codes = [f"# {g.compile_id}, {g.name}\n{g.source}" for g in self.graphs]
+        return "\n\n".join([NONE_PRINTED, *codes])
+
     def __str__(self) -> str:
         return (
-            f"{self.title}: {self.num_tensors} tensors in {self.num_stacks} stacks, "
-            f"{self.num_params:,} parameters\n{super().__str__()}"
+            f"{self.title}: {self.num_tensors} tensors, {self.num_params:,} "
+            f"parameters\n{super().__str__()}"
         )
 
+    def _printed(self) -> dict[str, list[str]]:
+        rows = {"printed": [f"{len(self.printed)}"] if self.printed else []}
+        return rows | {f"  {i}": [str(k)] for i, k in enumerate(self.printed, 1)}
+
     def _kernels(self) -> str:
+        printed = sum(kernel.num_launches for kernel in self.printed)
+        runs = sum(graph.num_runs for graph in self.graphs)
         return (
-            f"{self.num_stack_kernels} a step over stacks, "
-            f"{self.kernels_per_stack:.1f} a stack; {self.num_small_kernels} small "
-            "kernels for numbers per tensor"
+            f"{self.num_kernels} a step: {printed} launches of printed ones, "
+            f"{self.num_kernels - printed} of {runs} runs of graphs"
         )
 
     def _bytes(self) -> list[str]:
@@ -199,8 +190,8 @@ class OptimizerReport(Report):
             f"{self.bytes_per_param:.2f} a parameter, floor "
             f"{least.num_bytes / n:.2f}: norms {least.norms / n:.2f}, update "
             f"{least.update / n:.2f} ({size(self.num_bytes)} moved a step)",
-            f"and {least.copied / n:.2f} a parameter to copy small tensors into stacks "
-            "and out",
+            f"and {least.copied / n:.2f} a parameter to copy small tensors flat behind "
+            "each other, and out",
         ]
 
     def _rates(self) -> str:
@@ -212,6 +203,12 @@ class OptimizerReport(Report):
         )
 
 
+NONE_PRINTED = (
+    "# no kernel is printed here, as on a GPU, or on a CPU by Triton with "
+    "TRITON_INTERPRET=1: this is inductor's code"
+)
+
+
 def profile_optimizer(
     subject: Subject, *, title: str, device: str = "cpu", **options: Any
 ) -> OptimizerReport:
@@ -220,15 +217,32 @@ def profile_optimizer(
     """
     # the optimizer compiles its own
     report = profile(subject, compile=False, device=device, **options)
-    buckets = subject.optimizer.describe().buckets
-    num_flops, rate = matrix_products(buckets, device)
+    found = subject.optimizer.describe()
+    assert found.runner is not None
+    num_flops, rate = matrix_products(found.members, device)
     return OptimizerReport(
         **vars(report),
         title=title,
         num_tensors=len(subject.params),
         num_params=sum(p.numel() for p in subject.params),
-        stack_bytes=tuple(sum(p.grad.nbytes for p in b.params) for b in buckets),
-        floor=floor_of(buckets),
+        printed=printed_kernels(found.runner),
+        floor=floor_of(found.binding.groups, found.runner.copied),
         num_flops=num_flops,
         matmul_rate=rate,
     )
+
+
+def printed_kernels(runner: Graphs) -> list[PrintedKernel]:
+    """Return the printed kernels that a step launches."""
+    if not isinstance(runner, Kernels):
+        return []
+    return [
+        PrintedKernel(
+            name=kernel.printed.name,
+            num_launches=2 if kernel.printed.num_terms else 1,
+            num_bytes=kernel.bytes_read(launched.blocks)
+            + kernel.bytes_written(launched.blocks),
+            source=kernel.source,
+        )
+        for kernel, launched in runner.kernels
+    ]

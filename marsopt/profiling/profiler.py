@@ -10,7 +10,7 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,11 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.profiler import ProfilerActivity
 
 from marsopt.profiling import machine
-from marsopt.profiling.compile_log import listening
+from marsopt.profiling.compile_log import Graph, listening
 from marsopt.profiling.table import Report
+from marsopt.step import compiling
+from marsopt.step.graph_runner import Graphs
 
 DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # c10::DeviceType
 REGION = "Torch-Compiled Region: "  # followed by torch's compile id
@@ -103,6 +106,7 @@ def profile(
     torch.compiler.reset()
     with (
         _uncached(cold),
+        _noted_runs() as runs,
         listening(Path(compile_log) if compile_log else None, tell) as log,
     ):
         caches = "with empty caches on disk" if cold else "with the caches on disk"
@@ -123,8 +127,9 @@ def profile(
         )
     tell("a copy, to compare with")
     for key, graph in log.graphs.items():
-        graph.num_runs = measured.num_runs[key]
+        graph.work = graph.num_runs = measured.runs.count(key)
         graph.peak_bytes = measured.graph_peaks.get(key, 0)
+    _weigh(log.graphs, measured.runs, runs)
     return Report(
         machine=machine.one_line(machine.describe(device)),
         num_calls=steps + 2,
@@ -138,8 +143,43 @@ def profile(
         copy_bandwidth=machine.copy_bandwidth(device),
         peak_bytes=measured.peak_bytes,
         num_launches=measured.num_launches,
+        kernel_seconds=measured.kernel_seconds,
         num_eager_ops=measured.num_eager_ops,
     )
+
+
+@contextmanager
+def _noted_runs() -> Iterator[list[tuple[Hashable, int]]]:
+    """Note the runs of MARS's graphs, each with its elements."""
+    found: list[tuple[Hashable, int]] = []
+    Graphs.runs = found
+    try:
+        yield found
+    finally:
+        Graphs.runs = None
+
+
+def _weigh(
+    graphs: Mapping[str, Graph],
+    traced_runs: Sequence[str],
+    runs: Sequence[tuple[Hashable, int]],
+) -> None:
+    """Give each of MARS's graphs, which take tensors of any size, the work of its runs
+    in the last call, as a multiple of its first run, for which its bytes are counted.
+
+    Args:
+        graphs: of all calls, by compile id.
+        traced_runs: of all graphs in the last call, by compile id.
+        runs: of MARS's graphs in all calls: see ``Graphs.runs``.
+    """
+    own = {key for key, g in graphs.items() if g.where.startswith(compiling.__file__)}
+    last = [key for key in traced_runs if key in own]
+    first, work = dict(reversed(runs)), Counter[str]()
+    sizes = runs[len(runs) - len(last) :]
+    for compile_id, (key, num) in zip(last, sizes, strict=True):
+        work[compile_id] += num / max(first[key], 1)
+    for compile_id in own:
+        graphs[compile_id].work = work[compile_id]
 
 
 @contextmanager
@@ -161,12 +201,13 @@ def _uncached(cold: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Trace:
-    """What torch.profiler's trace of one call says."""
+    """The contents of torch.profiler's trace of one call."""
 
-    num_runs: Counter[str]  # of every graph, by compile id
+    runs: list[str]  # of graphs, by compile id, in their order
     graph_peaks: dict[str, int]  # the peak bytes of each, its results included
     peak_bytes: int  # allocated at most, beyond what lived before
     num_launches: int | None  # of all kernels on a GPU
+    kernel_seconds: float | None  # that they took
     num_eager_ops: int  # called outside of compiled graphs
 
 
@@ -185,7 +226,7 @@ def traced(call: Callable[[], object], device: str, path: Path | None = None) ->
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    # the CPU's allocator warns when memory is freed whose size it was not told
+    # the CPU's allocator warns when memory of unknown size is freed
     kept = [] if on_gpu else _storages()
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         call()
@@ -203,20 +244,20 @@ def traced(call: Callable[[], object], device: str, path: Path | None = None) ->
         and event["args"]["Device Type"] == DEVICE_TYPES[device]
     ]
     calls.sort(key=lambda call: call[0])
-    runs: Counter[str] = Counter()
+    regions = [e for e in events if e.get("name", "").startswith(REGION)]
+    runs: list[str] = []
     peaks: dict[str, int] = {}
-    for span in events:
-        if span.get("name", "").startswith(REGION):
-            key, start = span["name"].removeprefix(REGION), span["ts"]
-            peak = _peak(calls, start, start + span["dur"])
-            peaks[key] = max(peak, peaks.get(key, 0))
-            runs[key] += 1
+    for span in sorted(regions, key=lambda span: span["ts"]):
+        key, start = span["name"].removeprefix(REGION), span["ts"]
+        peak = _peak(calls, start, start + span["dur"])
+        peaks[key] = max(peak, peaks.get(key, 0))
+        runs.append(key)
     num_eager_ops = _num_eager_ops(events)
     if not on_gpu:
-        return Trace(runs, peaks, _peak(calls), None, num_eager_ops)
-    num_launches = sum(event.get("cat") == "kernel" for event in events)
-    most = torch.cuda.max_memory_allocated() - before
-    return Trace(runs, peaks, most, num_launches, num_eager_ops)
+        return Trace(runs, peaks, _peak(calls), None, None, num_eager_ops)
+    kernels = [event["dur"] for event in events if event.get("cat") == "kernel"]
+    most, took = torch.cuda.max_memory_allocated() - before, 1e-6 * sum(kernels)
+    return Trace(runs, peaks, most, len(kernels), took, num_eager_ops)
 
 
 def _storages() -> list[UntypedStorage]:
@@ -224,7 +265,8 @@ def _storages() -> list[UntypedStorage]:
     known = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
     params = [p for p in known if type(p) is nn.Parameter]
     known += [p.grad for p in params if type(p.grad) is Tensor]
-    return [t.untyped_storage() for t in known if t.layout is torch.strided]
+    strided = [t for t in known if t.layout is torch.strided]
+    return [t.untyped_storage() for t in strided if not is_functorch_wrapped_tensor(t)]
 
 
 def _num_eager_ops(events: Sequence[Mapping[str, Any]]) -> int:

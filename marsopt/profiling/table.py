@@ -32,40 +32,32 @@ class Report:
     copy_bandwidth: float  # bytes a second, read and written
     peak_bytes: int  # that a warm call allocates at most, beyond what lived before
     num_launches: int | None  # GPU kernels in a call, of graphs or not; None on a CPU
+    kernel_seconds: float | None  # that they take
     num_eager_ops: int  # operators called outside of graphs, in one call
 
     @property
     def num_kernels(self) -> int | None:
         """Return the kernels of all graphs in one call; None = nothing is compiled."""
-        return self.num_kernels_over(0) if self.graphs else None
+        if not self.graphs:
+            return None
+        return sum(graph.num_runs * len(graph.kernels) for graph in self.graphs)
 
     @property
     def num_bytes(self) -> int | None:
-        """Return what all graphs read and write in one call, as inductor counts; None =
-        nothing is compiled.
+        """Return the bytes that all graphs read and write in one call, as inductor
+        counts; None = nothing is compiled.
         """
         if not self.graphs:
             return None
-        return sum(graph.num_runs * graph.num_bytes for graph in self.graphs)
+        return round(sum(graph.work * graph.num_bytes for graph in self.graphs))
 
     @property
     def allowed_seconds(self) -> float | None:
-        """Return what ``num_bytes`` take at the copy bandwidth; None as there."""
-        return self.num_bytes / self.copy_bandwidth if self.graphs else None
-
-    def num_kernels_over(self, num_bytes: int, *, inputs: bool = False) -> int:
-        """Return the kernels of one call that read and write at least ``num_bytes``, or
-        read a tensor of as many that the graph was given (``inputs``).
-        """
-        return sum(
-            graph.num_runs
-            for graph in self.graphs
-            for kernel in graph.kernels
-            if (kernel.input_bytes if inputs else kernel.num_bytes) >= num_bytes
-        )
+        """Return the seconds of ``num_bytes`` at the copy bandwidth; None as there."""
+        return None if self.num_bytes is None else self.num_bytes / self.copy_bandwidth
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything, in what JSON can hold."""
+        """Return everything, as JSON can hold it."""
         return asdict(self) | {name: getattr(self, name) for name in self.DERIVED}
 
     def __str__(self) -> str:
@@ -74,15 +66,17 @@ class Report:
     def rows(self) -> list[tuple[str, str]]:
         """Return the table, as name and text."""
         kernels, moved = NOT_COUNTED, [NOT_COUNTED]
-        if self.graphs:
+        if self.num_bytes is not None:
             kernels, moved = self._kernels(), self._bytes()
         if self.num_launches is not None:
-            kernels += f"; {self.num_launches} launched on the GPU in all"
+            took = 1e3 * (self.kernel_seconds or 0.0)
+            kernels += f"; {self.num_launches} launched on the GPU, {took:.2f} ms"
         compiling = " with compiling" if self.graphs else ""
         rows = {
             "machine": [self.machine],
             "graphs": [f"{len(self.graphs)}"],
             **{f"  {graph.compile_id}": [_graph(graph)] for graph in self.graphs},
+            **self._printed(),
             "breaks": [
                 f"{len(self.breaks)}",
                 *(f"{shorter(b.where)}: {b.reason}" for b in self.breaks),
@@ -104,9 +98,12 @@ class Report:
             for i, text in enumerate(texts)
         ]
 
+    def _printed(self) -> dict[str, list[str]]:
+        """Return rows on kernels that the step has beside its graphs."""
+        return {}
+
     def _kernels(self) -> str:
-        main = self.num_kernels_over(self.num_bytes // 100)
-        return f"{self.num_kernels} a {self.CALL}; {main} move 1% of the bytes or more"
+        return f"{self.num_kernels} a {self.CALL}"
 
     def _bytes(self) -> list[str]:
         return [f"{size(self.num_bytes)} moved (read and written) a {self.CALL}"]

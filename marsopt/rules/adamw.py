@@ -118,6 +118,6 @@ class AdamW(Preconditioner):
         if self.amsgrad:
             v = new["v_max"] = torch.maximum(buffers["v_max"], v)
         step = rate_m * m + rate_c[0] * c if rate_c else rate_m * m
-        # not torch's sqrt: where a gradient's square is lost, a step divides by this
+        # not torch's sqrt: a step divides by this if a gradient's square is lost
         step = step / (root(v) * debias + eps)
         return self.decay_of(x, step, decay) * x - step, new

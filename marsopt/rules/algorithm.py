@@ -17,16 +17,17 @@ from marsopt.rules.matrices import Matrices
 from marsopt.rules.preconditioner import MatrixPreconditioner, Preconditioner
 from marsopt.rules.rounding import NARROW
 
-# An average has three names in a state, so that one is never taken for the other: of
-# corrected gradients (its own key); "momentum_buffer" in a plain matrix rule, as
-# torch.optim.Muon has it; and "grad_avg" where plain gradients are averaged instead of
-# corrected ones.
+# An average has three names in a state, so that none is taken for another: of corrected
+# gradients (its own key); "momentum_buffer" in a plain matrix rule, as torch.optim.Muon
+# has it; and "grad_avg" for averages of plain gradients in place of corrected
+# gradients.
 MOMENTUM, GRADIENTS = "momentum_buffer", "grad_avg"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Algorithm:
-    """What happens to one tensor. Every correction works with every preconditioner.
+    """A correction and a preconditioner of one tensor. Every correction works with
+    every preconditioner.
 
     Args:
         preconditioner: makes a step from c.
@@ -38,7 +39,7 @@ class Algorithm:
         stochastic_rounding: whether a step rounds stochastically the values that it
             writes into state buffers of bfloat16.
         matrices: which matrices a tensor is made of.
-        name: what messages call it.
+        name: its name in messages.
 
     Raises:
         ValueError: a ``state_dtype`` that is not floating point, or float16.
@@ -74,7 +75,7 @@ class Algorithm:
 
     @property
     def matrix_preconditioner(self) -> MatrixPreconditioner:
-        """The preconditioner, where it takes only matrices."""
+        """The preconditioner, if it takes only matrices."""
         return cast(MatrixPreconditioner, self.preconditioner)
 
     @property
@@ -106,7 +107,7 @@ class Algorithm:
 
     @property
     def active_correction(self) -> Correction | None:
-        """The correction, where a step makes c by it."""
+        """The correction, if a step makes c by it."""
         return None if self.is_quasi_hyperbolic else self.correction
 
     @property
@@ -116,7 +117,7 @@ class Algorithm:
 
     @property
     def buffers(self) -> dict[str, Buffer]:
-        """What there is for each tensor beside it and its gradient, by symbol."""
+        """The buffers of each tensor beside it and its gradient, by symbol."""
         buffers = dict(self.preconditioner.buffers)
         if "m" in buffers and self.is_quasi_hyperbolic:
             buffers["m"] = buffers["m"]._replace(key=GRADIENTS)
@@ -161,8 +162,10 @@ class Algorithm:
         is_state = buffer.dtype in ("state", "gradient")
         return self.stochastic_rounding and is_state and dtype == NARROW
 
-    def num_clipped(self, shape: torch.Size) -> int:
-        """Return how many parts of a tensor of this shape have a norm of their own."""
+    def num_norms(self, shape: torch.Size) -> int:
+        """Return the number of norms of a tensor of this shape: 1, or its matrices if
+        they are clipped separately.
+        """
         correction = self.correction
         if correction is None or correction.clip is None:
             return 1
@@ -178,7 +181,7 @@ class Algorithm:
 
     @property
     def makes_matrix(self) -> bool:
-        """Whether what goes to the owners of matrices is a tensor of its own, not m."""
+        """Whether the owners of matrices get another tensor than m."""
         return self.matrix_only and (
             self.matrix_preconditioner.makes_matrix or self.is_quasi_hyperbolic
         )

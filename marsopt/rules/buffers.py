@@ -22,14 +22,14 @@ class Buffer(NamedTuple):
     """A tensor that the state keeps for each parameter.
 
     Args:
-        key: its name in ``optimizer.state[p]``, torch.optim's where it has one. No two
-            components share a key, but for tensors that mean the same.
+        key: its name in ``optimizer.state[p]``, as in torch.optim if that has the
+            buffer. No two components share a key, but for tensors that mean the same.
         shape: with home "owner", its shape from (rows, cols) of one whole matrix.
         start: its value before the first step: zeros, or an identity matrix.
-        home: "shard": beside each piece of the parameter, in its shape. "owner": where
-            whole matrices are brought together, (number of matrices owned here,
-            *shape); flat, matrix after matrix, where the matrices of a parameter have
-            several shapes.
+        home: "shard": beside each piece of the parameter, in its shape. "owner": on the
+            rank that holds whole matrices, (number of matrices owned here, *shape);
+            flat, matrix after matrix, if the matrices of a parameter have several
+            shapes.
         dtype: "state": the ``state_dtype`` of the algorithm, or the parameter's own,
             float32 for float16 (with home "owner" the wider of both);
             "gradient": the same, unless the correction's ``h_dtype`` says otherwise;

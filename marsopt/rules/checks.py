@@ -1,5 +1,5 @@
-"""Ranges of hyperparameters, checked where they come in. The value of a tensor is read
-where that is free, on a CPU: elsewhere reading would be a sync.
+"""Ranges of hyperparameters, checked at every door. The value of a tensor is read only
+on a CPU: elsewhere reading would be a sync.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def _check(
 
 
 def shown(value: object) -> str:
-    """Return what messages show of a value: not thousands of digits, which Python does
-    not even write.
+    """Return the text of a value in messages: not thousands of digits, which Python
+    does not even write.
     """
     if isinstance(value, int) and abs(value) > sys.float_info.max:
         return f"a whole number of {value.bit_length()} bits"
@@ -159,7 +159,7 @@ def decay_rate(name: str, value: Number) -> None:
 
 
 def log_time_or_none(name: str, value: Number | None) -> None:
-    """None, or a number of steps for which products of decays keep their digits."""
+    """None, or a number of steps that keeps the digits of products of decays."""
     if value is not None:
         _check(
             name,
@@ -287,5 +287,5 @@ def regular_expression(name: str, value: str) -> None:
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is closest to a misspelt one, or None."""
+    """Return the known name that is closest to a misspelt name, or None."""
     return next(iter(get_close_matches(name, known, n=1)), None)

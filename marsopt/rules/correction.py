@@ -33,15 +33,15 @@ class Correction(ABC):
         c <- c / max(1, ||c||_F / clip)       per matrix or tensor
 
     A subclass gives the coefficients, and in ``h_from`` the writer of h. "step": each
-    step writes h for the next one (``next_h``). "caller": the caller hands h to every
+    step writes h for the next step (``next_h``). "caller": the caller hands h to every
     step, by ``MARS.update_previous_grad`` and ``update_last_grad`` or as the
     ``reference`` of ``Rule.step``. None: there is no h.
 
     Args:
-        gamma: scale of the variance reduction; 0 turns it off, and a negative one, for
-            experiments, moves c the opposite way.
+        gamma: scale of the variance reduction; 0 turns it off, and a negative gamma,
+            for experiments, moves c the opposite way.
         clip: threshold of the norm of c; None = off.
-        clip_per: the unit that is clipped to its own norm: "matrix", where a tensor is
+        clip_per: the unit that is clipped to its own norm: "matrix", if a tensor is
             made of several (``Matrices``), or "tensor".
         h_dtype: dtype of h in the state; None = the dtype of the other buffers.
             torch.bfloat16 saves memory and traffic, and rounds it by up to 2^-9.
@@ -85,7 +85,8 @@ class Correction(ABC):
 
     @abstractmethod
     def coefficients(self, beta1: Number, gamma: Number) -> tuple[Number, ...]:
-        """Return the coefficients of g and, if there is one, of h, before the clip.
+        """Return the coefficients of g and of h, if the correction has h, before the
+        clip.
 
         Args:
             beta1: decay rate of the preconditioner's first moment in this step,
@@ -139,7 +140,7 @@ class Correction(ABC):
             cc = cc + 2 * w[0] * of_h * products[:, 1] + of_h * of_h * products[:, 2]
         if self.clip is None:
             return tuple(w), cc
-        # clamped before the root, whose derivative at 0 is infinite
+        # clamped before the root: its derivative at 0 is infinite
         s = self.clip / cc.clamp(min=self.clip * self.clip).sqrt()
         return tuple(s * value for value in w), s * s * cc
 

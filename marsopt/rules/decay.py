@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What ``log_time`` sets where its user gives neither betas nor ``nesterov``: caps that
+# The values of ``log_time`` if its user gives neither betas nor ``nesterov``: caps that
 # a run of some thousand steps does not reach, and the weight of the gradient.
 LOG_TIME_BETA, LOG_TIME_NESTEROV = 0.999, 0.2
 
 
 def at(beta: Any, t: Tensor, log_time: Any) -> Any:
     """Return the decay in steps t = 1, 2, ... (N,): min(beta, t / (t + log_time)), and
-    ``beta`` itself where ``log_time`` is None.
+    ``beta`` itself if ``log_time`` is None.
 
     Example:
         >>> t = torch.tensor([1.0, 10.0, 990.0, 1e6])
@@ -31,7 +31,7 @@ def at(beta: Any, t: Tensor, log_time: Any) -> Any:
 
 
 def complement(beta: Any, t: Tensor, log_time: Any) -> Any:
-    """Return 1 minus the decay in steps t, whose digits a difference from 1 loses."""
+    """Return 1 minus the decay in steps t, with the digits that a difference loses."""
     if log_time is None:
         return 1 - beta
     t, beta, log_time = _alike(t, beta, log_time)
@@ -39,7 +39,7 @@ def complement(beta: Any, t: Tensor, log_time: Any) -> Any:
 
 
 def product(beta: Any, t: Tensor, log_time: Any) -> Any:
-    """Return the product of the first t decays: beta^t where ``log_time`` is None.
+    """Return the product of the first t decays: beta^t if ``log_time`` is None.
 
     The first s decays grow, s = floor(beta log_time / (1 - beta)), and later decays are
     beta. With L = log_time the product is

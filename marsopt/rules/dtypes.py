@@ -1,4 +1,4 @@
-"""In which precision a step computes."""
+"""The precision of a step."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def root(squares: Tensor) -> Tensor:
 
 def default_state_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the default dtype of state for parameters of ``dtype``: float32 for
-    float16, in which squares of small gradients are zero and squares of large gradients
-    infinite; else ``dtype``.
+    float16, since there squares of small gradients are zero and squares of large
+    gradients infinite; else ``dtype``.
     """
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def without_autocast(function: Function) -> Function:
     """Return ``function`` with autocast off on every device: it computes in the dtypes
-    of its tensors. Where autocast is off already, nothing is entered.
+    of its tensors. If autocast is off already, nothing is entered.
     """
 
     @wraps(function)

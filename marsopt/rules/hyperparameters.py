@@ -1,5 +1,5 @@
 """The table of hyperparameters: the fields of the dataclasses that rules are made of,
-and what their docstrings say of each.
+with their texts from the docstrings.
 
 A field made by ``number`` may change from step to step: compiled code reads it from a
 tensor. Any other field is structure, a Python value that formulas depend on.
@@ -27,10 +27,10 @@ def number(default: Any, check: Check, *, beta: int | None = None) -> Any:
     True, False and None in its place are structure.
 
     Args:
-        default: its value; None is one too.
-        check: raises where a value is out of its range.
-        beta: its place in the authors' ``betas``, by which MARS and param groups set
-            it; None = they have it under its own name.
+        default: its value, which may be None.
+        check: raises if a value is out of its range.
+        beta: its place in the authors' ``betas``: MARS and param groups set it by that;
+            None = they have it under its own name.
     """
     return field(default=default, metadata=dict(number=True, check=check, beta=beta))
 
@@ -42,14 +42,14 @@ def structure(
     name: str | None = None,
     whole: bool = False,
 ) -> Any:
-    """Return a dataclass field whose change is one of formulas. A plain default says
-    the same where none of these arguments is needed.
+    """Return a dataclass field that chooses the formula. A plain default says the same
+    if none of these arguments is needed.
 
     Args:
         default: its value.
-        check: raises where a value is none of those that there are; None = what
-            ``CHECKS`` has for its type.
-        name: what users call it; None = as the field.
+        check: raises if a value is not allowed; None = the check in ``CHECKS`` of its
+            type.
+        name: its name for users; None = as the field.
         whole: whether it is one value for the whole optimizer; else every param group
             may have its own.
     """
@@ -88,7 +88,7 @@ class Hyperparameter(NamedTuple):
 
     @property
     def is_dtype(self) -> bool:
-        """Whether it is a dtype, or may be one."""
+        """Whether it is a dtype, or may be a dtype."""
         return torch.dtype in (self.hint, *get_args(self.hint))
 
 
@@ -175,7 +175,7 @@ def _texts(component: type) -> dict[str, str]:
 
 def arguments(component: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a dataclass that are among ``values``, under the names of
-    its fields. None is the dataclass's own value where it is none itself.
+    its fields. None stands for the dataclass's own value, unless it is a value itself.
     """
     by_field: dict[str, Any] = {}
     known = table(component)
@@ -241,8 +241,8 @@ def dynamic(value: Any) -> list[Any]:
 
 
 def static(value: Any) -> Any:
-    """Return all of a hyperparameter but its numbers, hashable: what changes formulas
-    if it changes.
+    """Return all of a hyperparameter but its numbers, hashable: the formula depends on
+    it.
     """
     kind = type(value)
     if value is None or kind is bool:
@@ -279,7 +279,7 @@ def with_numbers(component: Any, numbers: Iterator[Any]) -> Any:
 
 
 def check_values(known: Table, values: Mapping[str, Any]) -> None:
-    """Check the ``values`` whose names are in a table.
+    """Check the ``values`` that a table names.
 
     Raises:
         ValueError: one is out of its range.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -15,8 +13,8 @@ from marsopt.rules.hyperparameters import check_fields, structure
 
 Kind = Literal["2d", "batched", "flattened"]
 
-# elements from which SOAP takes matrices one by one: the temporaries of each are freed
-# before the next
+# elements; SOAP takes matrices as large as this by themselves: the temporaries of each
+# are freed before the next
 LARGE = 2**18
 
 
@@ -33,15 +31,15 @@ class Matrices:
 
     Args:
         kind: "2d": a tensor of exactly two dims is a matrix, any other is none (the
-            authors' rule: a convolution kernel is no matrix, an embedding is one).
+            authors' rule: an embedding is a matrix, a convolution kernel is none).
             "batched": (..., rows, cols) is a batch of matrices, as the weights of
             experts (num_experts, rows, cols) are. "flattened": (rows, ...) is one
-            matrix, whose columns all other dims count, as a convolution kernel (out,
+            matrix, and all other dims count its columns, as a convolution kernel (out,
             in, *kernel) has out rows of in * prod(kernel) columns.
-        splits: the parts of a fused weight, each of which is a matrix: a number of
-            equal parts, as the heads of a projection or fused gate and up (2); or the
-            rows of each part from the first row on, as fused queries, keys and values
-            (4096, 1024, 1024). None = all rows are one matrix.
+        splits: the parts of a fused weight, each a matrix: a number of equal parts, as
+            the heads of a projection or fused gate and up (2); or the rows of each part
+            from the first row on, as fused queries, keys and values (4096, 1024, 1024).
+            None = all rows are one matrix.
 
     Raises:
         ValueError: an unknown ``kind``, or ``splits`` that are no whole numbers from 1.
@@ -88,7 +86,7 @@ class Matrices:
         return shape[: self.column_dim(len(shape))]
 
     def check(self, shape: torch.Size, what: str) -> None:
-        """Raise ValueError where ``splits`` are not parts of the rows."""
+        """Raise ValueError if ``splits`` are not parts of the rows."""
         if not self.takes(shape) or self.splits is None:
             return
         num_rows = self.row_shape(shape)[-1]
@@ -104,8 +102,8 @@ class Matrices:
             )
 
     def part_rows(self, shape: torch.Size) -> tuple[int, ...]:
-        """Return the rows of each matrix in a tensor of this shape; where dims before
-        its rows count matrices, of each matrix in one batch (rows, cols).
+        """Return the rows of each matrix in a tensor of this shape; if dims before its
+        rows count matrices, of each matrix in one batch (rows, cols).
         """
         if isinstance(self.splits, tuple):
             return self.splits
@@ -118,8 +116,8 @@ class Matrices:
         return [torch.Size([rows, cols]) for rows in self.part_rows(shape)]
 
     def runs(self, shape: torch.Size) -> list[Run]:
-        """Return ``part_rows``, in which parts of equal rows that follow each other are
-        one run.
+        """Return ``part_rows`` as runs of parts that have equal rows and follow each
+        other.
         """
         runs: list[Run] = []
         for rows in self.part_rows(shape):
@@ -156,8 +154,8 @@ class Matrices:
         (rows, cols). They are views of a contiguous piece.
 
         Args:
-            piece: of a tensor, with whole matrices; where these have several shapes,
-                with whole batches of them.
+            piece: of a tensor, with whole matrices; if these have several shapes, with
+                whole batches of them.
             shape: of the whole tensor.
         """
         x = piece.flatten(self.column_dim(piece.ndim))
@@ -180,7 +178,7 @@ class Matrices:
 
 
 def row_numbers(matrices: Matrices, shape: torch.Size, device: torch.device) -> Tensor:
-    """Return to which matrix each row of a tensor of this shape belongs, (rows of all
+    """Return the number of each row's matrix, of a tensor of this shape, (rows of all
     its matrices,), int64.
     """
     first, parts = 0, []
@@ -191,57 +189,3 @@ def row_numbers(matrices: Matrices, shape: torch.Size, device: torch.device) -> 
     num_batches = matrices.row_shape(shape)[:-1].numel()
     batches = torch.arange(num_batches, device=device) * first
     return (batches[:, None] + torch.cat(parts)).flatten()
-
-
-class MatrixRows(NamedTuple):
-    """To which matrices the rows of a piece belong, for L pieces of one layout."""
-
-    num_batches: int  # of a whole tensor
-    runs: tuple[tuple[int, int], ...]  # of each batch, as ``Matrices.runs``
-    # of the piece's rows, among all rows of the tensor; None = it has all of them
-    row_index: Tensor | None
-    # of each of the piece's rows its matrix; None = all rows, of matrices of one shape
-    matrix_index: Tensor | None
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Return (L, num) sums over the rows of every matrix that lie here, of
-        ``values`` (L, ..., rows).
-        """
-        flat = values.flatten(1)
-        sizes = [num * rows for num, rows in self.runs]
-        if self.row_index is not None:
-            all_rows = flat.new_zeros(len(flat), self.num_batches * sum(sizes))
-            flat = all_rows.index_copy(1, self.row_index, flat)
-        if len(self.runs) == 1:
-            num, rows = self.runs[0]
-            return flat.reshape(len(flat), self.num_batches * num, rows).sum(-1)
-        parts = flat.reshape(len(flat), self.num_batches, sum(sizes)).split(sizes, -1)
-        sums = [
-            part.reshape(*part.shape[:-1], num, rows).sum(-1)
-            for part, (num, rows) in zip(parts, self.runs, strict=True)
-        ]
-        return torch.cat(sums, -1).flatten(1)
-
-    def spread(self, values: Tensor, shape: torch.Size) -> Tensor:
-        """Return what every row has of ``values`` (L, num), in the piece's ``shape``
-        (L, ..., rows); in memory of its own, so that all loops over rows are equal.
-        """
-        if self.matrix_index is None:
-            per_row = values[:, :, None].expand(-1, -1, self.runs[0][1])
-        else:
-            per_row = values[:, self.matrix_index]
-        return per_row.reshape(shape).contiguous()
-
-    def by_run(self, numbers: Sequence[float], like: Tensor) -> Tensor:
-        """Return what every row has of ``numbers``, one for each run, in the dtype and
-        on the device of ``like``: (rows of the piece,), for several runs.
-        """
-        assert self.matrix_index is not None
-        place = self.matrix_index % sum(num for num, _ in self.runs)
-        ends = accumulate(num for num, _ in self.runs)
-        pairs = [*zip(numbers, ends, strict=True)]
-        last, _ = pairs.pop()
-        per_row = torch.full_like(place, last, dtype=like.dtype)
-        for number, end in reversed(pairs):  # inductor writes no tensor of these
-            per_row = torch.where(place < end, number, per_row)
-        return per_row

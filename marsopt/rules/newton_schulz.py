@@ -63,7 +63,7 @@ FLOAT16_NORM = 8
 
 def _products(x: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """Return the product, and the sum with a product, of matrices or of batches. The
-    latter rounds once where a sum of products rounds twice: half the error.
+    latter rounds once, and a sum of products twice: half the error.
     """
     return (torch.mm, torch.addmm) if x.ndim == 2 else (torch.bmm, torch.baddbmm)
 
@@ -71,7 +71,7 @@ def _products(x: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
 def _may_write(x: Tensor) -> bool:
     """Return whether products may be written into buffers (``out=``): autograd,
     torch.func, tensor subclasses and inductor have products only in new tensors.
-    A tensor without memory gets the answer of the tensor for which it stands.
+    A fake tensor gets the answer of the tensor that it stands for.
     """
     return not (
         torch.compiler.is_compiling()
@@ -90,7 +90,7 @@ def _polynomial(
 ) -> tuple[float, Tensor]:
     """Return (a, P): the steps of a segment multiply the iterate by aI + P, which is
     the product of their polynomials, each of the Gram matrix that the step before
-    leaves. A single step has P without aI, whose rounding would cost digits of P.
+    leaves. A single step has P without aI: its rounding would cost digits of P.
 
     Args:
         segment: the polynomials.
@@ -283,7 +283,7 @@ class NewtonSchulz:
                     out[i] = self._factors(matrices[i])
             else:
                 factors = self._factors(batched([matrices[i] for i in members]))
-                if factors.device.type == "cuda":  # one copy, where each would be one
+                if factors.device.type == "cuda":  # one copy for all
                     factors = factors.contiguous()
                 for i, o in zip(members, factors.unbind(), strict=True):
                     out[i] = o
@@ -292,15 +292,15 @@ class NewtonSchulz:
     # ---- cost ------------------------------------------------------------------------
 
     def payload(self, dtype: torch.dtype = torch.float32) -> torch.dtype:
-        """The dtype in which a matrix of ``dtype`` may travel before it is normalized.
+        """The dtype that a matrix of ``dtype`` may travel in before it is normalized.
 
-        bf16 where the iteration is bf16: it has the range of float32, so that
+        bf16 if the iteration is in bf16: it has the range of float32, so that
         normalizing can wait until the whole matrix is together. fp16 has not.
         """
         return torch.bfloat16 if self.dtype in (None, torch.bfloat16) else dtype
 
     def returned(self, dtype: torch.dtype = torch.float32) -> torch.dtype:
-        """The dtype in which its factor travels: it was computed in that."""
+        """The dtype of its factor, computed and sent."""
         return self.dtype or torch.bfloat16
 
     @property
@@ -315,8 +315,8 @@ class NewtonSchulz:
 
 
 def batched(matrices: Sequence[Tensor]) -> Tensor:
-    """Return matrices of one shape as a batch (num, rows, cols): where they are the
-    rows of a batch, one after the other, a view of it; else a copy.
+    """Return matrices of one shape as a batch (num, rows, cols): a view of a batch if
+    they are its rows, one after the other; else a copy.
     """
     first = matrices[0]
     if not _may_write(first) or not all(x.is_contiguous() for x in matrices):
@@ -377,7 +377,7 @@ def polar_factor(matrices: Tensor) -> Tensor:
     """The exact orthogonal factor U V^T by SVD (..., rows, cols): the reference that
     Newton-Schulz approximates.
 
-    Directions whose singular value is zero stay zero, as Newton-Schulz leaves them.
+    Directions with a singular value of zero stay zero, as Newton-Schulz leaves them.
 
     Args:
         matrices: (..., rows, cols), float32 or float64.
@@ -386,7 +386,7 @@ def polar_factor(matrices: Tensor) -> Tensor:
         The factor, in the shape and dtype of ``matrices``.
 
     Raises:
-        RuntimeError: fewer than two dims, or a dtype of which torch has no SVD, as half
+        RuntimeError: fewer than two dims, or a dtype without an SVD in torch, as half
             precision (NotImplementedError).
 
     Example:

@@ -17,6 +17,7 @@ from marsopt.rules.decay import at, complement
 from marsopt.rules.dtypes import nonzero, root, working_dtype
 from marsopt.rules.hyperparameters import number, structure
 from marsopt.rules.matrices import Matrices
+from marsopt.rules.newton_schulz import batched
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, MatrixAverage
 from marsopt.rules.preconditioner import Average, MatrixInput, MatrixOutput
 
@@ -37,7 +38,7 @@ class NorMuon(MatrixAverage):
         x <- (1 - lr weight_decay) x - lr scale(rows, cols) o' ||o||_F / ||o'||_F
 
     The paper divides by ||o'||_F and multiplies by 0.2 sqrt(rows cols), which is
-    scale(rows, cols) ||o||_F where o is exactly orthogonal and the scale is
+    scale(rows, cols) ||o||_F if o is exactly orthogonal and the scale is
     "match_rms_adamw", the default here.
 
     With beta2 = 0, r is the mean square of each row itself, so that all rows of o' have
@@ -86,23 +87,44 @@ class NorMuon(MatrixAverage):
     def at_owner(
         self, matrices: Sequence[MatrixInput], stage: Hashable
     ) -> list[MatrixOutput]:
-        scaled = []
-        for whole, factor in zip(
-            matrices, super().at_owner(matrices, stage), strict=True
-        ):
-            o, (r,) = factor.matrix, whole.owned
-            norms = torch.linalg.vector_norm(o, dim=-1, dtype=working_dtype(o))
-            squares = norms.square()
-            own = self if whole.own is None else whole.own
-            beta2, weight = own._decay(whole.t, r)
-            r = beta2 * r + weight * squares / max(1, o.shape[-1])
-            w = 1 / (root(r) + nonzero(own.eps))
-            before = squares.sum(-1, keepdim=True)  # ||o||^2
-            after = (squares * w * w).sum(-1, keepdim=True)  # ||o'||^2
-            tiny = torch.finfo(after.dtype).tiny  # of a zero matrix
-            w = w * root(before / after.clamp(min=tiny))
-            scaled.append(MatrixOutput((w[..., None] * o).to(o.dtype), (r,)))
-        return scaled
+        factors = [factor.matrix for factor in super().at_owner(matrices, stage)]
+        alike: dict[Hashable, list[int]] = {}
+        for i, (whole, o) in enumerate(zip(matrices, factors, strict=True)):
+            key = (o.shape, o.dtype) if o.ndim == 2 else i  # a batch by itself
+            alike.setdefault((key, id(whole.own)), []).append(i)
+        results = [MatrixOutput(o) for o in factors]
+        for members in alike.values():
+            first = matrices[members[0]]
+            own = self if first.own is None else first.own
+            if len(members) == 1:
+                (i,) = members
+                w, r = own._factors_of_rows(factors[i], first.owned[0], first.t)
+                results[i] = _scaled(factors[i], w, r)
+                continue
+            wholes = [matrices[i] for i in members]
+            counts = [whole.t for whole in wholes if whole.t is not None]
+            t = torch.stack(counts)[:, None] if counts else None
+            r = torch.stack([whole.owned[0] for whole in wholes])
+            o = batched([factors[i] for i in members])
+            w, r = own._factors_of_rows(o, r, t)
+            for i, *row in zip(members, w.unbind(), r.unbind(), strict=True):
+                results[i] = _scaled(factors[i], *row)
+        return results
+
+    def _factors_of_rows(
+        self, o: Tensor, r: Tensor, t: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the factors of the rows of o' ||o||_F / ||o'||_F beside o, and the new
+        r, both (..., rows).
+        """
+        squares = torch.linalg.vector_norm(o, dim=-1, dtype=working_dtype(o)).square()
+        beta2, weight = self._decay(t, r)
+        r = beta2 * r + weight * squares / max(1, o.shape[-1])
+        w = 1 / (root(r) + nonzero(self.eps))
+        before = squares.sum(-1, keepdim=True)  # ||o||^2
+        after = (squares * w * w).sum(-1, keepdim=True)  # ||o'||^2
+        tiny = torch.finfo(after.dtype).tiny  # of a zero matrix
+        return w * root(before / after.clamp(min=tiny)), r
 
     def _decay(self, t: Tensor | None, r: Tensor) -> tuple[Number, Number]:
         """Return beta2 and 1 - beta2 in step ``t``, as factors of ``r``."""
@@ -111,3 +133,8 @@ class NorMuon(MatrixAverage):
         assert t is not None  # counts_at_owner
         of_r = self.beta2, t.to(r.dtype), self.log_time
         return at(*of_r), complement(*of_r)
+
+
+def _scaled(o: Tensor, w: Tensor, r: Tensor) -> MatrixOutput:
+    """Return the rows of o by their factors."""
+    return MatrixOutput((w[..., None] * o).to(o.dtype), (r,))

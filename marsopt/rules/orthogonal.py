@@ -35,7 +35,7 @@ def lr_scale(adjust_lr_fn: str, rows: int, cols: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MatrixAverage(Average, MatrixPreconditioner):
-    """An average whose direction is orthogonalized: o = NS(u), and
+    """An average with an orthogonalized direction: o = NS(u), and
 
         x <- (1 - lr weight_decay) x - lr scale(rows, cols) o
 

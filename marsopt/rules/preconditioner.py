@@ -1,5 +1,5 @@
-"""The interface of a preconditioner: its buffers, its scalars, its update; and where it
-needs whole matrices, the work of their owners.
+"""The interface of a preconditioner: its buffers, its scalars, its update; and the work
+of owners, if it needs whole matrices.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Tensors = Mapping[str, Tensor]  # by symbol
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Preconditioner(ABC):
-    """Makes a step from the corrected gradient c, over stacks (L, *shape) of tensors.
+    """Makes a step from the corrected gradient c, over parts (P, n) of tensors.
 
     Args:
         weight_decay: decoupled: x <- (1 - lr weight_decay) x - ...
         cautious_weight_decay: decay only those elements of x that the step moves
-            towards zero as well, where step * x >= 0 ("Cautious Weight Decay", arXiv
+            towards zero as well: step * x >= 0 ("Cautious Weight Decay", arXiv
             2510.12402; dion's ``cautious_wd``).
         log_time: every decay of this rule is min(beta, t / (t + log_time)) in step t of
             a tensor, so that averages remember a fixed share of the run (log-time
@@ -66,13 +66,14 @@ class Preconditioner(ABC):
     def scalars(
         self, t: Tensor, lr: Number, w: Number | None = None
     ) -> tuple[Number, ...]:
-        """Return the scalars of a step, each one number for a whole tensor, from
-        t = 1, 2, ... (N,): numbers or (N,) tensors. ``w`` is as in ``Average``.
+        """Return the scalars of a step from t = 1, 2, ... (N,): each is a number, or a
+        tensor with an entry for each norm (N,). ``w`` is as in ``Average``.
 
-        ``update`` and ``apply`` get them as factors of x, in the dtype in which x is
-        computed, made from float64: 1 - beta, too, is best made here. A preconditioner
-        that reads only these scalars, and no hyperparameter of its own, shares its
-        compiled graph with all preconditioners of its kind.
+        ``update`` and ``apply`` get them as factors of x, (P, 1), or (1, n) for small
+        tensors flat behind each other, rounded from float64 to the working dtype:
+        compute 1 - beta here, too. A preconditioner that reads only these scalars, and
+        no hyperparameter of its own, shares its compiled graph with all preconditioners
+        of its kind.
         """
 
     @abstractmethod
@@ -81,21 +82,21 @@ class Preconditioner(ABC):
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Return the new x and all buffers that are at home in shards, as new tensors
         in the dtypes of those that are given; a matrix preconditioner returns in place
-        of x what goes to the owners, None for m itself.
+        of x the matrix for the owners, None for m itself.
         """
 
     def decay_of(self, x: Tensor, step: Tensor, decay: Tensor) -> Tensor:
-        """Return what x is multiplied by beside the subtraction of ``step``.
+        """Return the factor of x beside the subtraction of ``step``.
 
         Args:
-            x: before the step, of any shape.
+            x: before the step, (P, n).
             step: the change that is subtracted from x beside the decay, with the
                 learning rate in it, in the shape of x.
             decay: 1 - lr weight_decay, as a factor of x.
 
         Returns:
-            ``decay`` itself; with ``cautious_weight_decay``, in the shape of x, that
-            where step * x >= 0 and else 1 (arXiv 2510.12402).
+            ``decay`` itself; with ``cautious_weight_decay``, in the shape of x,
+            ``decay`` for elements with step * x >= 0, else 1 (arXiv 2510.12402).
         """
         if not self.cautious_weight_decay:
             return decay
@@ -103,15 +104,15 @@ class Preconditioner(ABC):
 
 
 class MatrixInput(NamedTuple):
-    """What there is of one tensor's matrices: all of it at their owner, in a request
-    the piece that lies in this process.
+    """The matrices of one tensor: whole at their owner; in a request, the piece that
+    lies in this process.
     """
 
     matrix: Tensor  # (rows, cols), or a batch (num, rows, cols)
     owned: tuple[Tensor, ...] = ()  # the owner's buffers: (*shape) or (num, *shape)
-    t: Tensor | None = None  # 0-D, the tensor's step; None where no decay asks for it
-    # the preconditioner with the numbers of this tensor's param group, where tensors of
-    # several groups share a call of ``at_owner``; None: the one that is called
+    t: Tensor | None = None  # 0-D, the tensor's step; None if no decay reads it
+    # the preconditioner with the numbers of this tensor's param group, if tensors of
+    # several groups share a call of ``at_owner``; None: the called preconditioner
     own: Any = None
 
     @property
@@ -121,33 +122,33 @@ class MatrixInput(NamedTuple):
 
 
 class MatrixOutput(NamedTuple):
-    """What became of it."""
+    """The result of ``at_owner`` for one ``MatrixInput``."""
 
     matrix: Tensor  # in the shape of the input
-    # the owner's buffers after the step, None for one that stays as it is. (None for
-    # all is the step's own, of buffers that it has written where they lie.)
+    # the owner's buffers after the step, None for a buffer that stays as it is. (None
+    # for all: the step has written the buffers in place.)
     owned: tuple[Tensor | None, ...] | None = ()
 
 
 class MatrixCost(Protocol):
-    """The cost of the work on whole matrices, by which owners are chosen. Matrices of
+    """The cost of the work on whole matrices: owners are chosen by it. Matrices of
     equal costs share their exchanges: costs are hashable, and equal on all ranks.
     """
 
     def __hash__(self) -> int: ...
 
     def on(self, device_type: str) -> MatrixCost:
-        """Return the cost on such a device, where devices differ."""
+        """Return the cost on a type of device, if devices differ."""
 
     @property
     def is_float32(self) -> bool:
         """Whether its products are of float32, for the model of time."""
 
     def payload(self, dtype: torch.dtype = torch.float32) -> torch.dtype:
-        """Return the dtype in which a matrix of ``dtype`` travels to its owner."""
+        """Return the dtype that a matrix of ``dtype`` travels to its owner in."""
 
     def returned(self, dtype: torch.dtype = torch.float32) -> torch.dtype:
-        """Return the dtype in which the owner's result travels back."""
+        """Return the dtype that the owner's result travels back in."""
 
     def num_flops(self, rows: int, cols: int) -> int:
         """Return the FLOPs of one matrix in one step, on average."""
@@ -155,9 +156,9 @@ class MatrixCost(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MatrixPreconditioner(Preconditioner):
-    """A preconditioner whose step needs whole matrices: the collectives bring the
-    result of ``update`` to the owners, ``at_owner`` turns it into a direction, and
-    ``apply`` moves x along it.
+    """A preconditioner that needs whole matrices: the collectives bring the result of
+    ``update`` to the owners, ``at_owner`` turns it into a direction, and ``apply``
+    moves x along it.
     """
 
     matrix_only = True
@@ -205,7 +206,7 @@ class MatrixPreconditioner(Preconditioner):
         nothing that is given changes.
 
         Args:
-            matrices: in the dtype in which they traveled, or wider. For a matrix with
+            matrices: in the dtype that they traveled in, or wider. For a matrix with
                 ``own``, the hyperparameters of ``own`` hold.
             stage: of these matrices in this step.
         """
@@ -221,10 +222,10 @@ class MatrixPreconditioner(Preconditioner):
         """Return the new x.
 
         Args:
-            x: (L, *shape of a piece).
-            o: the same, what ``at_owner`` made.
-            s: this preconditioner's scalars, as factors of ``x``.
-            scale: ``scale`` of the matrices; a factor of ``x`` where they have several.
+            x: (P, n), parts of a piece.
+            o: (P, n), the results of ``at_owner``.
+            s: this preconditioner's scalars, (P, 1) each.
+            scale: ``scale`` of each part's matrix, (P, 1).
         """
 
 
@@ -283,8 +284,8 @@ class Average(Preconditioner):
     def average(
         self, m: Tensor, c: Tensor, weights: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return (m, u), by what follows lr and the decay among ``scalars``; u is m
-        itself where there is no w.
+        """Return (m, u), by the ``scalars`` after lr and the decay; u is m itself
+        without w.
         """
         mu, weight, *w = weights
         m = mu * m + weight * c

@@ -27,21 +27,22 @@ from marsopt.rules.normuon import NorMuon
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, Orthogonal
 from marsopt.rules.preconditioner import Preconditioner
 
-# What moves tensors that are not matrices: the rule itself; an AdamW with numbers of
-# its own, the authors' (optimizers/mars.py); or one with the rule's own lr and weight
-# decay and eps on the raw v (as MARS_M/train_mars_m.py and train_moonlight.py do).
+# The rule of tensors that are not matrices: the rule itself; an AdamW with numbers of
+# its own, the authors' (optimizers/mars.py); or an AdamW with the rule's own lr and
+# weight decay and eps on the raw v (as MARS_M/train_mars_m.py and train_moonlight.py
+# do).
 Fallback = Literal["itself", "adamw_1d", "adamw"]
-# The numbers of that; None: the rule's lr, betas or weight_decay.
+# The numbers of this AdamW; None: the rule's lr, betas or weight_decay.
 FALLBACKS: dict[Fallback, dict[str, Any]] = {
     "itself": dict(lr_1d=None, betas_1d=None, weight_decay_1d=None),
     "adamw_1d": dict(lr_1d=3e-3, betas_1d=(0.9, 0.95), weight_decay_1d=0.1),
     "adamw": dict(lr_1d=None, betas_1d=(0.9, 0.95), weight_decay_1d=None),
 }
-# The rule's numbers that the fallback takes where its own is None.
+# The rule's numbers that the fallback takes if its own is None.
 FOLLOWED = {name: name.removesuffix("_1d") for name in FALLBACKS["itself"]}
 # The hyperparameters of the AdamW beside a rule that have a name of their own.
 BESIDE = {**FOLLOWED, "nesterov_1d": "nesterov"}
-# What groups give to the AdamW beside a rule; their ``nesterov`` is the rule's.
+# The keys of groups for the AdamW beside a rule; their ``nesterov`` is the rule's.
 FALLBACK_TABLE = {n: line for n, line in table(AdamW).items() if n != "nesterov"}
 OF_SOME_GROUPS = {*FALLBACK_TABLE, "nesterov"}
 # The ``betas`` that a rule does not read: the authors' values.
@@ -53,10 +54,10 @@ class NamedRule:
     """A rule by name.
 
     Args:
-        name: what ``mars_type`` calls it.
+        name: its value of ``mars_type``.
         preconditioner: its class.
         is_mars: whether it corrects the gradient.
-        fallback: what moves tensors that are not matrices.
+        fallback: the rule of tensors that are not matrices.
         defaults: arguments of the preconditioner that differ from its own defaults.
         source: paper and algorithm.
 
@@ -93,7 +94,7 @@ class NamedRule:
 
     @property
     def options(self) -> Table:
-        """What ``marsopt.rule`` takes for it: the fields of its parts."""
+        """The options of ``marsopt.rule`` for it: the fields of its components."""
         lines = {**self.table, **table(Matrices)}
         for kind in CORRECTIONS.values() if self.is_mars else ():
             lines |= {n: line for n, line in table(kind).items() if n not in lines}
@@ -131,8 +132,8 @@ class NamedRule:
         )
 
     def log_time_defaults(self, log_time: Number | None) -> dict[str, Any]:
-        """Return the values that ``log_time`` sets where its user gives none, by the
-        names of ``hyperparameters``; {} for None.
+        """Return the values that ``log_time`` sets if its user gives none, by the names
+        of ``hyperparameters``; {} for None.
         """
         if log_time is None:
             return {}

@@ -3,7 +3,7 @@ make it right on average, so that steps which are smaller than half a unit of th
 place are not lost (Croci et al., Stochastic rounding: implementation, error analysis
 and applications, Royal Society Open Science 9, 2022).
 
-The noise is a function of the step and of where an element lies in its whole tensor:
+The noise is a function of the step and of an element's position in its whole tensor:
 there is no generator; replicas and shards round to equal values, and so does a step
 that is taken again.
 """
@@ -28,7 +28,7 @@ def step_key(t: Tensor) -> Tensor:
     """Return a key in [0, 2^32), int64, for each step t = 1, 2, ... (N,).
 
     Two rounds of multiply and xorshift with constants of C. Wellons's hash-prospector
-    ("16 21f0aaad 15 735a2d97 15"), in int64, where no product overflows.
+    ("16 21f0aaad 15 735a2d97 15"), in int64: no product overflows.
     """
     x = t.to(torch.int64) & WORD
     x = ((x ^ x >> 16) * 0x21F0_AAAD) & WORD

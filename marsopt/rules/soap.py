@@ -332,8 +332,8 @@ def gram_matrix(
 
 
 def _together(matrices: Sequence[MatrixInput]) -> list[tuple[MatrixInput, list[int]]]:
-    """Return small matrices of one shape as a batch, with their positions; large ones
-    one by one.
+    """Return small matrices of one shape as a batch, with their positions; large
+    matrices by themselves.
     """
     alike: dict[tuple[Hashable, ...], list[int]] = {}
     for i, whole in enumerate(matrices):
@@ -358,7 +358,7 @@ def _together(matrices: Sequence[MatrixInput]) -> list[tuple[MatrixInput, list[i
 
 
 def _own(matrices: Sequence[MatrixInput]) -> SOAP | None:
-    """Return one preconditioner for a batch of matrices: each number of several ones as
+    """Return one preconditioner for a batch of matrices: numbers of several groups as
     factors (num, 1, 1) of the batch.
     """
     owns = [whole.own for whole in matrices]
@@ -372,7 +372,7 @@ def _own(matrices: Sequence[MatrixInput]) -> SOAP | None:
 
 
 def _grams(g: Tensor, kept: Kept) -> tuple[Tensor, Tensor]:
-    """Return G G^T and G^T G, where there is a factor of it."""
+    """Return G G^T and G^T G, each if it has a factor."""
     return (
         gram_matrix(g.mT) if _exists(kept.row_factor) else kept.row_factor,
         gram_matrix(g) if _exists(kept.col_factor) else kept.col_factor,
@@ -426,8 +426,8 @@ def _eigenvectors(factor: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch 
 def _refreshed(
     factor: Float[Tensor, "*batch k k"], basis: Float[Tensor, "*batch k k"]
 ) -> tuple[Float[Tensor, "*batch k k"], Int[Tensor, "*batch k"] | None]:
-    """Return the basis after one orthogonal iteration, and the order in which it takes
-    the old one; None where there is no factor.
+    """Return the basis after one orthogonal iteration, and its order of the old basis;
+    None if there is no factor.
     """
     if not _exists(factor):
         return basis, None
@@ -441,7 +441,7 @@ def _refreshed(
 
 @dataclass(frozen=True)
 class SOAPCost:
-    """What SOAP of a matrix costs; ``ns`` where the step is orthogonalized."""
+    """The cost of SOAP for a matrix; ``ns`` if the step is orthogonalized."""
 
     sides: Sides
     precondition_frequency: int
@@ -463,7 +463,7 @@ class SOAPCost:
         return self.payload(dtype) if self.ns is None else self.ns.returned(dtype)
 
     def has_factor(self, rows: int, cols: int) -> tuple[bool, bool]:
-        """Return whether the rows, and whether the columns have one."""
+        """Return whether the rows have a factor, and whether the columns have one."""
         two_sided = self.sides == "both"
         return (
             rows <= self.max_dim and (two_sided or rows < cols),

@@ -35,15 +35,16 @@ def available(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-class Parts:
-    """The parts of a formula: their sizes, their elements' numbers and their blocks, in
+class Blocks:
+    """The blocks of a formula's parts: their sizes, and their elements' numbers, in
     tables on the device that never change.
 
     Args:
         sizes: elements of each of P parts.
         device: device of the parts.
-        positions: (base, run, stride) of each part, run at least 1: its element i has
-            the number base + i // run * stride + i % run in the whole unsharded tensor.
+        positions: (P, 3), base, run and stride of each part, run at least 1: its
+            element i has the number base + i // run * stride + i % run in the whole
+            unsharded tensor.
             None: each part is a whole tensor.
         block: elements of a program, a power of two.
     """
@@ -53,7 +54,7 @@ class Parts:
         sizes: Sequence[int],
         device: torch.device,
         *,
-        positions: Sequence[tuple[int, int, int]] | None = None,
+        positions: Sequence[tuple[int, int, int]] | Tensor | None = None,
         block: int = BLOCK,
     ) -> None:
         if positions is None:
@@ -67,7 +68,7 @@ class Parts:
         self.num_elements = sum(sizes)
         self.block, self.device = block, device
         self.sizes = numbers.to(device)  # (P,)
-        by_part = torch.tensor(positions, dtype=torch.int64).view(-1, 3)
+        by_part = torch.as_tensor(positions, dtype=torch.int64).view(-1, 3)
         self.positions = by_part.mT.contiguous().to(device)  # (3, P)
         self.parts = parts.to(device, torch.int32)  # (num_blocks,)
         self.blocks = blocks.to(device, torch.int32)  # (num_blocks,), inside its part
@@ -118,6 +119,7 @@ class AddressTable:
         with device_guard(self._device):
             if self._is_cuda and torch.cuda.is_current_stream_capturing():
                 return self._capture(addresses)
+            self._spare = self._spare or self._host_buffer()
             if addresses != self._sent:
                 self._send(addresses)
         return self._table
@@ -130,7 +132,6 @@ class AddressTable:
         return table.copy_(buffer.tensor, non_blocking=True)
 
     def _send(self, addresses: Sequence[Sequence[int]]) -> None:
-        self._spare = self._spare or self._host_buffer()
         if len(self._ring) < RING:
             self._ring.append(self._host_buffer())
         buffer = self._ring[self.num_copies % RING]
@@ -180,15 +181,15 @@ class Kernel:
         """The Triton source."""
         return self.printed.source
 
-    def bytes_read(self, parts: Parts) -> int:
+    def bytes_read(self, parts: Blocks) -> int:
         """Bytes of operands that a launch over ``parts`` loads, if all parts move."""
         return self.printed.bytes_read * parts.num_elements
 
-    def bytes_written(self, parts: Parts) -> int:
+    def bytes_written(self, parts: Blocks) -> int:
         """Bytes of operands that a launch over ``parts`` stores, if all parts move."""
         return self.printed.bytes_written * parts.num_elements
 
-    def _launch_blocks(self, parts: Parts, addresses: Tensor, *args: Tensor) -> None:
+    def _launch_blocks(self, parts: Blocks, addresses: Tensor, *args: Tensor) -> None:
         """Launch a program for each block of ``parts``."""
         printed, num_parts = self.printed, parts.num_parts
         assert addresses.shape == (len(printed.operands), num_parts)
@@ -217,7 +218,7 @@ class UpdateKernel(Kernel):
     """Stores the new values of a formula's operands: see ``printer.print_update``."""
 
     def __call__(
-        self, parts: Parts, addresses: Tensor, ok: Tensor, scalars: Tensor
+        self, parts: Blocks, addresses: Tensor, ok: Tensor, scalars: Tensor
     ) -> None:
         """Update the parts that move, in one launch on the current stream.
 
@@ -240,7 +241,7 @@ class UpdateKernel(Kernel):
 class SumsKernel(Kernel):
     """Sums the terms of a formula over each part: see ``printer.print_sums``."""
 
-    def __call__(self, parts: Parts, addresses: Tensor) -> Tensor:
+    def __call__(self, parts: Blocks, addresses: Tensor) -> Tensor:
         """Return the sums, (P, num_terms) float64, by two launches on the current
         stream. Equal inputs give equal bits.
 

@@ -31,7 +31,7 @@ BLOCK = 4096  # elements of a program
 NUM_WARPS = 4  # on an H200 8,192 elements by 8 warps take 1.12 times as long
 # elements of an unmasked step through a block, by the registers that one element's
 # operands take, at most: more elements spill
-WIDE = {5: 4096, 10: 2048, 1 << 30: 1024}
+WIDE = {5: 4096, 9: 2048, 1 << 30: 1024}
 NARROW = 1024  # elements of a masked step
 CHUNK = 1024  # blocks whose sums are added at once
 
@@ -56,8 +56,9 @@ class Printed:
     @property
     def wide(self) -> int:
         """Elements of an unmasked step: their operands stay in registers."""
-        accessed = {*self.reads, *self.writes}
-        registers = sum(-(-self.operands[name].itemsize // 4) for name in accessed)
+        sizes = [self.operands[n].itemsize for n in {*self.reads, *self.writes}]
+        # one of 16 bits is there packed and unpacked
+        registers = sum(2 if size < 4 else size // 4 for size in sizes)
         registers += 2 * self.has_position
         return next(step for most, step in WIDE.items() if registers <= most)
 
@@ -143,7 +144,7 @@ def print_sums(title: str, body: Sums, operands: Operands) -> Printed:
     Args:
         title: names the formula, in its source and in a profiler's trace.
         body: ``body(tensors)``, pure: operands by name (1, n), in their own dtypes. It
-            returns terms (1, n), in the dtype in which a block of them is summed.
+            returns terms (1, n), in the dtype of a block's sum.
         operands: dtypes by name, in the order of the address table.
 
     Raises:

@@ -155,7 +155,7 @@ class Block:
         return "position" in self.traced.used
 
     def head(self) -> list[str]:
-        """Return the lines that load where the block is."""
+        """Return the lines that load the place of the block."""
         addresses = [
             f"{name}_address = tl.load(addresses + {row} * num_parts + part)"
             for row, name in enumerate(self.operands)

@@ -43,6 +43,7 @@ from train.engine.resolve import (
 from train.errors import UserError
 from train.errors import command as in_one_line
 from train.evaluate import __main__ as evaluate
+from train.runs import settings as run_settings
 from train.runs import summary
 from train.runs.checkpoints import load_model
 from train.runs.settings import claim, describe, difference, settings
@@ -279,10 +280,26 @@ def test_the_picture_shows_what_comes_after_the_start():
     assert summary.heights([{1: 3.0, 200: math.nan}])[1] > 1  # of a run that diverged
 
 
+def test_the_picture_has_adamw_s_curve_of_the_same_model_and_data(
+    tmp_path, monkeypatch
+):
+    stored = json.loads(summary.ADAMW.read_text())
+    data = {split: stored["settings"][f"data.{split}"] for split in ("train", "val")}
+    monkeypatch.setattr(run_settings, "data_checksums", lambda config: data)
+    own = settings(configs.tiny_moonlight())
+    (tmp_path / "settings.json").write_text(json.dumps(own))
+    losses = summary.adamw(tmp_path)
+    assert [*losses][:4] == [1, 200, 400, 600]
+    assert [*losses.values()] == sorted(losses.values(), reverse=True)
+    for key in stored["settings"]:
+        (tmp_path / "settings.json").write_text(json.dumps(own | {key: "other"}))
+        assert summary.adamw(tmp_path) == {}
+
+
 def test_the_title_says_what_was_trained():
     assert title(configs.tiny_moonlight()) == (
         "tiny_moonlight: GPT-2 of 0.837M parameters, 1,400 steps\n"
-        "moonlight, no correction, peak learning rate 0.012"
+        "moonlight, no correction, peak learning rate 0.013"
     )
     assert "exact correction" in title(configs.tiny_mars_adamw_exact())
 

@@ -18,8 +18,8 @@ from benchmarks.measure import plan, walk
 from benchmarks.timing import spread, take_turns
 from benchmarks.workload import EMBEDDING, Gradients, parameters
 from marsopt import REGISTRY
-from marsopt.optim import compiled
 from marsopt.profiling.gpt2 import shapes
+from marsopt.step import compiling
 from tests.processes import spawn
 from train.errors import UserError
 
@@ -131,10 +131,10 @@ def test_the_figures_agree_with_each_other(ran):
         assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
         assert row["seconds"]["median"] == statistics.median(row["times"])
         assert row["peak_bytes"] >= 0
-        # stacks of small tensors, which stay on a CPU, weigh in so small a model
-        stacks = 2 if table[key].family == "ours" else 0.1
+        # flat copies of small tensors, which stay on a CPU, weigh in so small a model
+        copies = 2 if table[key].family == "ours" else 0.1
         bytes_each = row["state_bytes_per_parameter"]
-        assert 3.9 < bytes_each < 4 * table[key].num_buffers + stacks, key
+        assert 3.9 < bytes_each < 4 * table[key].num_buffers + copies, key
     assert 12 <= rows["mars-adamw"]["state_bytes_per_parameter"] < 14
     # a fourth buffer, which is not in optimizer.state
     assert 16 <= rows["mars-adamw-exact"]["state_bytes_per_parameter"] < 18
@@ -151,10 +151,10 @@ def test_all_saw_the_same_gradients(ran):
 
 def test_a_missing_compiler_is_said_in_one_line(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    compiled.missing_for.cache_clear()
+    compiling.missing_for.cache_clear()
     with pytest.raises(UserError, match="no C.. compiler .* --eager"):
         call(monkeypatch, *SMALL, "--only", "lion")
-    compiled.missing_for.cache_clear()
+    compiling.missing_for.cache_clear()
 
 
 def test_a_kept_gradient_stays_what_it_was():

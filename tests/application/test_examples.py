@@ -17,11 +17,10 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import marsopt
-from examples import digits
+from examples import sweep
 from tests.forks import forked
 from train import prepare
 from train.engine.schedule import cosine
-from train.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,6 +71,16 @@ def played(monkeypatch, capsys):
 def test_example(command, played):
     losses, _ = read(played(*command.split()))
     assert len(losses) == 6 and losses[-1] < 0.05 * losses[0]
+
+
+def test_sweep_tells_half_and_double_from_the_default(played, tmp_path):
+    out = played("sweep", tmp_path / "sweep.png")
+    rates = [float(rate) for rate in re.findall(r"lr (\S+)", out)]
+    losses, _ = read(out)
+    default = marsopt.for_model(sweep.build()).param_groups[0]["lr"]
+    assert rates == [default / 2, default, 2 * default]
+    assert min(losses) == losses[1] and losses[2] < 0.3
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
 class OfHuggingFace:
@@ -222,57 +231,3 @@ def test_torchtitans_llama3_learns_without_a_gpu(tmp_path):
     options += ["--dump-folder", tmp_path / "out"]
     losses = by_child("examples.torchtitan_llama3", *options, **ALONE)
     assert losses[-1] < 0.7 * losses[0]
-
-
-# ---- digits --------------------------------------------------------------------------
-
-
-def test_digits_prints_a_table(capsys):
-    pytest.importorskip("sklearn")
-    methods = ("mars-m", "muon-2d")
-    rates = [f"{method}=1e-2" for method in ("adamw", *methods)]
-    short = ["--seeds", "1", "--steps", "24", "--extend", "0", "--models", "resnet"]
-    digits.main([*short, "--methods", *methods, "--lrs", *rates])
-    *_, told = lines = capsys.readouterr().out.splitlines()
-    rows = [line.split(" | ") for line in lines if line.startswith("| resnet")]
-    assert [row[1] for row in rows] == ["adamw", *methods]
-    for row in rows:
-        assert float(row[4].split()[0]) > 30  # of a hundred, where chance is ten
-    edges = ", ".join(f"{method} (resnet)" for method in ("adamw", *methods))
-    assert told == f"best rates at an edge of their grid: {edges}"
-
-
-def test_digits_leaves_kernels_to_adamw_where_it_says_so():
-    for method, by_adamw in (("muon", False), ("muon-2d", True)):
-        model = digits.ResNet()
-        optimizer = digits.build(model, method, 1e-2, 1e-3)
-        kernel = model.blocks[0].parts[0][2].weight
-        assert kernel.ndim == 4
-        assert ("exp_avg_sq" in optimizer.state[kernel]) == by_adamw
-        assert "exp_avg_sq" in optimizer.state[model.embed.weight]
-        assert "exp_avg_sq" in optimizer.state[model.head.weight]
-
-
-def test_digits_extends_a_grid_until_the_best_rate_is_inside(monkeypatch):
-    def run(name, method, lr, rest_lr, seed, steps, splits):
-        return digits.Outcome(abs(lr - 0.2), 0.0, 100.0)
-
-    monkeypatch.setattr(digits, "run", run)
-    args = digits.arguments(["--lrs", "muon=0.025,0.05"])
-    row = digits.swept(args, "vit", "muon", 1e-3, None)
-    assert sorted(row.rates) == [0.025, 0.05, 0.1, 0.2, 0.4]
-    assert row.lr == 0.2 and not row.is_at_edge and len(row.seeds) == 3
-
-
-@pytest.mark.parametrize(
-    "given, told",
-    [
-        (["--lrs", "muon=fast"], "got --lrs muon=fast, expected METHOD=LR"),
-        (["--lrs", "sgd=0.1"], "got --lrs sgd=0.1, expected METHOD=LR"),
-        (["--lrs", "muon=0,nan"], "and rates above 0"),
-        (["--seeds", "0"], "got --seeds 0, expected at least 1"),
-    ],
-)
-def test_digits_says_what_it_cannot_use(given, told):
-    with pytest.raises(UserError, match=told):
-        digits.arguments(given)

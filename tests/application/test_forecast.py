@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from marsopt import MARS, REGISTRY, NewtonSchulz
-from marsopt.functional import step as step_of
 from marsopt.parallel import MeshCollectives
 from marsopt.parallel.planner import Machine
 from marsopt.profiling.optimizer import floor_of
 from marsopt.profiling.profiler import traced
+from marsopt.step import step as step_of
 from tests.processes import spawn
 from tests.stacking import as_on_a_gpu, forced
 from train.forecast import Blocks, Job, MicroBatch, forecast, models
@@ -254,13 +254,13 @@ def two_ranks(rank, world, rules):
                     step(optimizer)
             counted, peaks = Counted(world), []
 
-            def watched(*args, real=step_of.precondition_stacks, peaks=peaks):
+            def watched(*args, real=vars(step_of)["_precondition"], peaks=peaks):
                 out = []
                 run = traced(lambda: out.append(real(*args)), "cpu")
                 peaks.append(run.peak_bytes)
                 return out[0]
 
-            patch.setattr(step_of, "precondition_stacks", watched)
+            patch.setattr(step_of, "_precondition", watched)
             with counted.counting():
                 step(optimizer)
             # The least of three: gloo's threads let go of what they have sent when they
@@ -312,7 +312,7 @@ def test_bytes_moved_are_those_of_the_profiler(rule, options, monkeypatch):
     optimizer = build(params, rule, compile=True, ns_dtype=torch.bfloat16, **options)
     for p in params.values():
         p.grad = torch.zeros_like(p)
-    floor = floor_of(optimizer.describe().buckets)
+    floor = floor_of(optimizer.describe().binding.groups, copied=())
     found = forecast(job_of(rule, **options), 1)
     assert found.moved_bytes == floor.num_bytes + floor.copied
 

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import tables
 from benchmarks.gpu.jobs import PARTS, Job, jobs_of
-from marsopt.optim.compiled import missing_for
 from marsopt.profiling.machine import describe
+from marsopt.step.compiling import missing_for
 from train.errors import UserError
 
 # writes what benchmarks.rates would
@@ -74,6 +74,7 @@ def test_tables_take_what_commands_wrote(tmp_path):
     step = dict(
         model="gpt2-large", dtype="float32",
         rows=[dict(key="mars-adamw", title="MARS-AdamW",
+                   num_launches=5, kernel_seconds=6e-3,
                    seconds=spread, host_seconds=spread, ratio=spread | {"median": 0.9},
                    peak_bytes=10**6, state_bytes_per_parameter=12.0)],
     )  # fmt: skip
@@ -82,7 +83,7 @@ def test_tables_take_what_commands_wrote(tmp_path):
     ns = dict(matmul_rate=8e14, rows=[shape])
     profile = dict(floor=dict(norms=1e12, update=24e12, copied=2e12), seconds=10.0,
                    copy_bandwidth=3e12, num_flops=0, matmul_rate=8e14, peak_bytes=0,
-                   num_stack_kernels=14, num_launches=20, recompiles=[],
+                   printed=[dict(num_launches=14)], num_launches=20, recompiles=[],
                    bytes_per_param=36.0, host_seconds=1.0)  # fmt: skip
     machine = describe("cpu")
     results = {
@@ -98,6 +99,7 @@ def test_tables_take_what_commands_wrote(tmp_path):
     assert "the copy rate | at least 0.85 | 0.90 (gpt2-large mars-adamw) |" in said
     assert "matmul rate | at least 0.6 | 0.75 (gpt2-large (1280, 1280)) |" in said
     assert "copy 3,000 GB/s" in said
+    assert "| 2000.00 | 2000.00 | 6.00 | 5 | 0.90 |" in said
     assert "xl" not in said
 
 

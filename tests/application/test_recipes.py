@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers "fake")
 
 import configs
+import marsopt
 from tests.trainers import losses, train_all
 from train import prepare
 from train.engine.resolve import resolve
@@ -81,7 +82,7 @@ tiny_adamw           adamw         4e-3    4e-3    4e-3    4e-4     .1   0    0 
 tiny_nadamw          nadamw        6e-3    6e-3    6e-3    6e-4     .01  0    0    .9  .99
 tiny_lion            lion          1e-3    1e-3    1e-3    1e-4     .3   0    0    .9  .99
 tiny_muon            muon          2e-2    2e-2    3e-3    2e-3     0    0    .1   .95 .99
-tiny_moonlight       moonlight     1.2e-2  1.2e-2  1.2e-2  1.2e-3   .1   .1   .1   .95 .99
+tiny_moonlight       moonlight     1.3e-2  1.3e-2  1.3e-2  1.3e-3   .1   .1   .1   .95 .99
 tiny_mars_adamw      mars-adamw    6e-3    6e-3    3e-3    6e-4     .01  0    .1   .95 .99
 tiny_mars_adamw_gamma0 mars-adamw  6e-3    6e-3    3e-3    6e-4     .01  0    .1   .95 .99
 tiny_mars_adamw_exact mars-adamw   6e-3    6e-3    3e-3    6e-4     .01  0    .1   .95 .99
@@ -156,6 +157,7 @@ def test_recipe_is_the_table_and_builds_for_8_ranks(name, mesh):
     row, config = FROZEN[name], getattr(configs, name)()
     size = name.split("_")[0]
     shape, count, micro_batch, micro_steps, gpus, steps, warmup = SIZES[size]
+    warmup = 0 if name == "tiny_moonlight" else warmup
     number = {key: float(row[key]) for key in HEAD[2:]}
     betas = number["b1"], number["b2"]
 
@@ -214,6 +216,23 @@ def test_recipe_is_the_table_and_builds_for_8_ranks(name, mesh):
     for step in (0, warmup, 3 * steps // 4, steps):
         want = cosine(step, warmup=warmup, total=steps, floor=floor)
         assert scheduler.lr_lambdas[0](step) == pytest.approx(want, rel=2e-4)
+
+
+def test_the_default_recipe_is_what_for_model_builds():
+    """At the learning rate that ``for_model`` takes for its size."""
+    config = configs.tiny_moonlight()
+    model = config.model_spec.model.build()
+    recipe = config.optimizer.build(model_parts=[model]).mars
+
+    def numbers(optimizer):
+        return {
+            p: {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+
+    assert numbers(recipe) == numbers(marsopt.for_model(model, compile=False))
+    assert config.training.max_norm == 1.0
 
 
 # ---- blocks are compiled one by one --------------------------------------------------

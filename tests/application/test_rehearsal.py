@@ -1,4 +1,4 @@
-"""The GPU path without a GPU: steps lowered to Triton, kernels compiled for an H100."""
+"""Printed kernels without a GPU: compiled for three, their bytes counted."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks.gpu.rehearsal import __main__ as rehearsal
-from benchmarks.gpu.rehearsal.lowering import Launch, memory_of
-from benchmarks.gpu.rehearsal.steps import MOST_REGISTERS, faults
-from benchmarks.gpu.rehearsal.traffic import Access, accesses
+from benchmarks.gpu import rehearsal
 from train.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -26,15 +22,20 @@ needs_triton = pytest.mark.skipif(
     not HAS_TRITON, reason=f"needs Triton, in the environment or in {TRITON.name}"
 )
 
-COMPILED = "mars-adamw/approximate/llama-7b-layer/bfloat16"
-NAMES = (COMPILED, "mars-m/approximate/llama-7b-layer/float32/lowered")
+# bytes a parameter, where vectors, which have no h, weigh next to nothing; not said of
+# the matrix rule, with embeddings by AdamW
+NAMES = {
+    "adamw/rounded": 24,
+    "mars-adamw/float32": 44,
+    "mars-adamw-exact/amsgrad": 8 * 12,
+    "soap/float32": None,
+    "moonlight/bfloat16": None,
+}
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    """Of a process of its own: what it tells torch about a GPU, and Triton on the path,
-    would change other tests.
-    """
+    """Of a process of its own: Triton on its path would change other tests."""
     path = tmp_path_factory.mktemp("rows") / "rows.json"
     command = ["-m", "benchmarks.gpu.rehearsal", *NAMES, "--json", str(path)]
     places = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TRITON)])}
@@ -54,95 +55,41 @@ def rows(tmp_path_factory):
 
 @needs_triton
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_moves_the_bytes_of_the_floor(rows, name):
+def test_kernels_move_the_floor_in_wide_accesses_and_do_not_spill(rows, name):
     row = rows[name]
     assert row["faults"] == []
-    assert row["loaded"] + row["stored"] == pytest.approx(row["floor"], rel=1e-3)
-    assert 0 < row["stack_launches"] <= row["launches"]
+    assert row["moved"] == pytest.approx(row["floor"], rel=2e-3)
+    assert row["floor"] == pytest.approx(NAMES[name] or row["floor"], rel=1e-4)
+    names = [found["name"] for found in row["binaries"]]
+    assert sum(name.endswith("sm_80") for name in names) == len(names) / 3
+    assert any(name.startswith("update_of") for name in names)
+    assert all(found["spills"] == found["narrow"] == 0 for found in row["binaries"])
+    by_blocks = [f for f in row["binaries"] if "_totals " not in f["name"]]
+    assert all(found["wide"] > 0 for found in by_blocks)
 
 
 @needs_triton
-def test_kernels_neither_spill_nor_load_narrowly(rows):
-    row = rows[COMPILED]
-    binaries = [b for kernel in row["kernels"] for b in kernel["binaries"]]
-    assert binaries
-    assert all(b["spills"] == 0 for b in binaries)
-    assert all(b["registers"] <= MOST_REGISTERS for b in binaries)
-    assert all(b["narrow"] == 0 < b["full_size"] for b in binaries)
+def test_one_formula_takes_three_launches(rows):
+    """Two for the norms, one for the update, however many tensors."""
+    assert rows["adamw/rounded"]["launches"] == 3
 
 
 @needs_triton
 def test_each_fault_is_named(rows):
     """In figures that are changed, one after the other."""
-    row = rows[COMPILED]
-    binary = next(b for kernel in row["kernels"] for b in kernel["binaries"])
-    assert [*faults(row)] == []
+    row = rows["adamw/rounded"]
+    binary = row["binaries"][0]
+    assert [*rehearsal.faults(row)] == []
     for part, key, value, told in [
-        (row, "stored", 1.003 * row["stored"] + 0.003 * row["loaded"], "bytes a param"),
-        (row, "recompiled", 2, "2 recompiles"),
+        (row, "moved", 1.003 * row["moved"], "bytes a param"),
+        (row, "told", ["graphs move the tensors of adamw"], "graphs move"),
         (binary, "spills", 8, "spills 8 bytes"),
-        (binary, "registers", MOST_REGISTERS + 1, "has 169 registers"),
         (binary, "narrow", 3, "lacks 3 wide"),
     ]:
         before, part[key] = part[key], value
-        (fault,) = faults(row)
+        (fault,) = rehearsal.faults(row)
         assert told in fault
         part[key] = before
-
-
-# ---- parts ---------------------------------------------------------------------------
-
-KERNEL = """
-def triton_(in_ptr0, in_ptr1, out_ptr0, xnumel, XBLOCK: tl.constexpr):
-    xindex = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)[:]
-    x0 = xindex
-    tmp0 = tl.load(in_ptr0 + (0))
-    tmp1 = tl.load(in_ptr1 + (x0), None)
-    tl.store(out_ptr0 + (x0), tmp0 + tmp1, None)
-"""
-
-
-def test_bytes_are_those_of_loads_and_stores_in_the_source():
-    number, x, out = (meta(n) for n in (1, 1024, 1024))
-    inputs = frozenset(map(memory_of, (number, x)))
-    launch = Launch("triton_", (number, x, out, 1024), inputs)
-    assert [*accesses(KERNEL, launch)] == [
-        Access("loaded", 1, 4, full=False),
-        Access("loaded", 1024, 4, full=True),
-        Access("stored", 1024, 4, full=False),  # of no input: a temporary
-    ]
-
-
-COMBO = """
-def triton_(in_ptr0, in_ptr1, out_ptr0, XBLOCK_0: tl.constexpr, XBLOCK_1: tl.constexpr):
-    pid = tl.program_id(0)
-    if pid < 1:
-        xnumel = 1024
-        r0_numel = 1
-        x0 = pid * XBLOCK_0 + tl.arange(0, XBLOCK_0)[:]
-        tmp0 = tl.load(in_ptr0 + (x0), x0 < xnumel)
-        tl.store(out_ptr0 + (x0), tmp0, x0 < xnumel)
-    elif pid < 2:
-        xnumel = 64
-        x1 = (pid - 1) * XBLOCK_1 + tl.arange(0, XBLOCK_1)[:]
-        tmp0 = tl.load(in_ptr1 + (x1), x1 < xnumel)
-    else:
-        pass
-"""
-
-
-def test_a_combo_kernel_has_several_loops_each_of_its_own_size():
-    x, y, out = (meta(n) for n in (1024, 64, 1024))
-    launch = Launch("triton_", (x, y, out), frozenset(map(memory_of, (x, y))))
-    assert [*accesses(COMBO, launch)] == [
-        Access("loaded", 1024, 4, full=True, loop=0),
-        Access("stored", 1024, 4, full=False, loop=0),
-        Access("loaded", 64, 4, full=True, loop=1),
-    ]
-
-
-def meta(num):
-    return torch.empty(num, device="meta")
 
 
 def test_an_unknown_case_is_named():

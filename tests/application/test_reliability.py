@@ -99,7 +99,7 @@ KILLS = {
     "as it begins": (1, 0, 0, 4),
     "in the midst": (1, 0, 4, 4),
     "as it ends": (1, 0, 8, STEPS),
-    "the first of two": (2, 0, 5, STEPS),
+    "the first of two": (2, 0, 5, 4),
     "the second of two": (2, 1, 1, 4),
 }
 
@@ -116,7 +116,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on(name, one, data, tmp_path):
     code, out, err = forked(*command, ranks=ranks, together=False, kill=kill)
     assert code in (-signal.SIGKILL, ends.FAILED)
     told = told_by(err)
-    assert len(told) == ranks - 1
+    assert len(told) == ranks - 1, err
     for line in told:
         assert f"error: rank {victim} gone or stopped" in line
         assert re.search(r"the same command (resumes after|starts anew)", line)
@@ -174,7 +174,7 @@ def told_by(stderr: str) -> list[str]:
 def test_a_signal_ends_a_run_in_one_line(data, tmp_path, number, code, name):
     # the second one as of torchrun and of Slurm
     ended, _, stderr = forked(
-        *many_steps(data, tmp_path / "run"), signals=("step 15/", [number, number], [])
+        *many_steps(data, tmp_path / "run"), signals=("step 15/", [number, number])
     )
     assert ended == code, stderr
     (line,) = stderr.splitlines()

@@ -54,19 +54,19 @@ def test_a_step_over_channels_last_compiles_into_one_graph():
     equal(*found, 1e-12)
 
 
-def test_a_stack_of_kernels_is_moved_by_one_loop_without_intermediates(monkeypatch):
+def test_a_kernel_is_moved_by_one_loop_without_intermediates(monkeypatch):
     """g, h and m are read, h and m written: 20 bytes a parameter; then x,
     o in bfloat16, and x: 10.
     """
-    forced(monkeypatch, "stacks")
-    params = [nn.Parameter(torch.randn(16, 8, 3, 3)) for _ in range(4)]
+    forced(monkeypatch, "leaves")
+    params = [nn.Parameter(torch.randn(64, 32, 3, 3)) for _ in range(2)]
     own = dict(mars_type="mars-m", ns_dtype=torch.bfloat16)  # whatever the CPU has
-    optimizer = build(params, "stacks", **own, **FLATTENED)
+    optimizer = build(params, "leaves", **own, **FLATTENED)
     for p in params:
         p.grad = torch.randn_like(p)
     report = marsopt.profile(optimizer.step, steps=1, cold=False)
-    num = sum(p.numel() for p in params)
-    for name, least in (("update_", 20 * num), ("apply_", 10 * num)):
+    num = params[0].numel()  # inductor's bytes are those of the first run
+    for name, least in (("update", 20 * num), ("apply", 10 * num)):
         (graph,) = (graph for graph in report.graphs if graph.name == name)
         assert len(graph.kernels) == 1 and graph.peak_bytes == 0
         assert least <= graph.num_bytes < 1.02 * least

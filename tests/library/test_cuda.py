@@ -87,9 +87,9 @@ def test_no_host_sync(mars_type):
 def test_a_captured_step_replays(mars_type):
     """Gradients in fixed places; the learning rate is a tensor that may change."""
     eager, params = parameters(), parameters()
-    reference = MARS(eager, compile=False, **options(mars_type, None))
+    reference = MARS(eager, compile=False, **options(mars_type))
     walk(reference, eager, 5)
-    optimizer = MARS(params, compile=True, **options(mars_type, None))
+    optimizer = MARS(params, compile=True, **options(mars_type))
     for p in params:
         p.grad = torch.zeros_like(p)
 

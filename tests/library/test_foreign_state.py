@@ -667,7 +667,11 @@ def undivided(optimizer, params, **more):
     """
     state, groups = {}, []
     for i, p in enumerate(params):
-        state[i] = {k: v.clone() for k, v in optimizer.state[p].items()}
+        # NorMuon's moments of rows were of the parameter's row shape
+        state[i] = {
+            k: v[0].clone() if k == "row_exp_avg_sq" else v.clone()
+            for k, v in optimizer.state[p].items()
+        }
     for numbers in ([2, 1, 0], [3]):
         names = [f"p{i}" for i in numbers]
         groups.append(dict(mars_type="mars-adamw", amsgrad=False, lr=0.5, **more))
@@ -678,7 +682,9 @@ def undivided(optimizer, params, **more):
 
 
 @pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("mars_type", ["mars-adamw", "moonlight", "soap", "lion"])
+@pytest.mark.parametrize(
+    "mars_type", ["mars-adamw", "moonlight", "soap", "lion", "normuon"]
+)
 def test_a_state_of_undivided_groups_goes_to_those_that_were_given(mars_type, named):
     g = torch.Generator().manual_seed(0)
     params = [

@@ -179,7 +179,7 @@ def setting(heading, names, folder):
     model, loader = names["model"], names["loader"]
     inputs, labels = loader[0]
     params = {name: p.detach() for name, p in model.named_parameters()}
-    names |= dict(batches=loader[:3], params=params, grads=params, lr=1e-2)
+    names |= dict(batches=loader[:3], params=params, grads=params, lr=1e-2, num_steps=3)
     names["groups"] = marsopt.param_groups(model, "mars-m", lr=6e-3)
     names["config"] = SimpleNamespace(optimizer=None)
     start = [p.detach().clone() for p in model.parameters()]
@@ -448,7 +448,7 @@ def test_the_readmes_start_trains_a_model_with_embeddings(names, caplog):
     model, x = Words(), torch.arange(12)
     (code,) = README["Start here"]
     caplog.clear()
-    names |= dict(model=model, batches=[(x, x.roll(1))] * 200)
+    names |= dict(model=model, batches=[(x, x.roll(1))] * 200, num_steps=200)
     names["loss_fn"] = nn.functional.cross_entropy
     exec(compile(code, "README.md", "exec"), names)
     model.eval()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import partial
 from inspect import signature
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import hypothesis
 import pytest
@@ -21,6 +21,7 @@ from torch._dynamo.utils import counters
 
 import marsopt
 from marsopt import MARS, REGISTRY
+from marsopt.functional.options import ModelOptions, Options
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
@@ -376,9 +377,9 @@ OF_SOME = [  # values that some options have
 ]
 # a step multiplies by these: several steps at the largest may overflow
 RATES = {"lr", "lr_1d", "base_lr", "weight_decay", "weight_decay_1d"}
+TYPES = get_type_hints(Options)
 # arguments of the class and of ``param_groups`` that are no hyperparameters
-ARGUMENTS = dict(collectives=object, compile=bool, nonfinite=str)
-ARGUMENTS |= dict(experts=bool, convolutions=bool, adapters=str)
+ARGUMENTS = {n: t for n, t in get_type_hints(ModelOptions).items() if n not in TYPES}
 
 
 def is_no_value(name, value):
@@ -669,7 +670,7 @@ def test_a_correction_and_a_matrix_rule_are_checked_too():
         (Sums(), "got Sums.next_h that writes into h, expected new"),
         (Nothing(), r"got \{'h': 'NoneType'\} from Nothing.next_h, expected \{'h'"),
         (Scaled(), "Scaled.at_owner that writes into matrix"),
-        (Turned(), r"'x': \(\(1, 4, 3\).* from Turned.apply"),
+        (Turned(), r"'x': \(\(12, 1\).* from Turned.apply"),
         (NoBases(), r"got \{\} from NoBases.at_owner, expected"),
     ):
         with pytest.raises(ValueError, match=told):

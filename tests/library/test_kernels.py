@@ -1,18 +1,16 @@
-"""Printed kernels: equal to the eager function in Triton's interpreter; compiled for
-GPUs that are not here, in wide accesses and without a spill.
+"""Printed kernels: equal to the eager function in Triton's interpreter. What they are
+compiled to is in tests/application/test_rehearsal.py.
 
-Triton's interpreter is chosen for a whole process. The first test starts a process for
-each mode, which runs the other tests of this file.
+Triton's interpreter is chosen for a whole process. The first test starts one, which
+runs the other tests of this file.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import subprocess
 import sys
-import tempfile
 import weakref
 from functools import partial
 from pathlib import Path
@@ -21,50 +19,41 @@ import pytest
 import torch
 
 import marsopt
-from marsopt.optim import compiled as compiled_steps
-from marsopt.optim.kernels import Kernels
 from marsopt.rules import rounding
 from marsopt.rules.dtypes import working, working_dtype
 from marsopt.rules.lion import SignAverage
+from marsopt.step import graph_runner
 from marsopt.step.expressions import Unprintable
+from marsopt.step.kernel_runner import Kernels
 from marsopt.step.kernels import (
     AddressTable,
-    Parts,
+    Blocks,
     SumsKernel,
     UpdateKernel,
     available,
-    load,
 )
-from marsopt.step.printer import (
-    BLOCK,
-    CHUNK,
-    NARROW,
-    NUM_WARPS,
-    print_sums,
-    print_update,
-)
+from marsopt.step.printer import print_sums, print_update
 
 ROOT = Path(__file__).parents[2]
 TRITON = ROOT / os.environ.get("MARSOPT_TRITON", ".venv-triton")
 HAS_TRITON = bool(importlib.util.find_spec("triton")) or (TRITON / "triton").is_dir()
-MODES = {"interpreted": "1", "compiled": "0"}
-MODE = os.environ.get("TRITON_INTERPRET")
-interpreted = pytest.mark.skipif(MODE != "1", reason="runs in Triton's interpreter")
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(
+    not IS_INTERPRETED, reason="runs in Triton's interpreter"
+)
 # NumPy, which interprets, warns of infinite and undefined results
 anything = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-compiled = pytest.mark.skipif(MODE != "0", reason="runs in a process with Triton")
 
 CPU = torch.device("cpu")
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
-@pytest.mark.skipif(MODE is not None, reason="runs inside of itself")
+@pytest.mark.skipif(IS_INTERPRETED, reason="runs inside of itself")
 @pytest.mark.skipif(not HAS_TRITON, reason=f"needs Triton, here or in {TRITON.name}")
-@pytest.mark.parametrize("mode", MODES)
-def test_in_a_process_with_triton(mode):
-    command = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", mode]
+def test_in_a_process_with_triton():
+    command = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "interp"]
     places = os.pathsep.join([str(ROOT), str(TRITON)])
-    environment = {"PYTHONPATH": places, "TRITON_INTERPRET": MODES[mode]}
+    environment = {"PYTHONPATH": places, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, *command, __file__],
         cwd=ROOT,
@@ -229,7 +218,7 @@ class Memory:
 
 
 def parts_and_table(operands):
-    parts = Parts(SIZES, CPU, positions=POSITIONS, block=SMALL)
+    parts = Blocks(SIZES, CPU, positions=POSITIONS, block=SMALL)
     return parts, AddressTable(list(operands.values()), TENSORS, OFFSETS, CPU)
 
 
@@ -326,7 +315,7 @@ def test_interpreted_operators_are_the_eager_ones(dtype):
     x, y = torch.randn(2, 1, 50, dtype=dtype).mul(16).round() / 16  # exact in bfloat16
     x[0, :5] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
     results = {k: torch.empty_like(x) for k in chosen}
-    parts = Parts([50], CPU, block=SMALL)
+    parts = Blocks([50], CPU, block=SMALL)
     table = AddressTable(list(operands.values()), [0], torch.tensor([0]), CPU)
     addresses = [[t.data_ptr()] for t in (x, y, *results.values())]
     scalars = torch.full((1, 1), 0.7, dtype=dtype)
@@ -369,7 +358,7 @@ def test_interpreted_kernels_take_parts_without_elements():
         print_update("twice x", lambda t, s, i: {"x": 2 * t["x"]}, operands, 0)
     )
     for sizes in ([], [0, 0]):
-        parts = Parts(sizes, CPU)
+        parts = Blocks(sizes, CPU)
         offsets = torch.zeros(len(sizes), dtype=torch.int64)
         table = AddressTable([F32], range(len(sizes)), offsets, CPU)
         addresses = table.on_device([[0] * len(sizes)])
@@ -445,81 +434,11 @@ def test_triton_runs_where_it_can(monkeypatch):
     assert not available(CPU)
 
 
-# ---- compiled ------------------------------------------------------------------------
-
-TYPES = {"num_parts": "i32", "okays": "*i1", "partials": "*fp64", "totals": "*fp64"}
-TYPES |= dict.fromkeys(("parts", "blocks", "firsts"), "*i32")
-TYPES |= dict.fromkeys(("addresses", "sizes", "positions"), "*i64")
-SIZES_OF = {"BLOCK": BLOCK, "NARROW": NARROW, "CHUNK": CHUNK}
-PER_ACCESS = 32 * NUM_WARPS * 16  # bytes
-ACCESS = re.compile(r"(ld|st)\.global\S*\.v(?:4\.b32|2\.b64)")
-
-
-def compile_for(capability, formula, name):
-    """Return PTX, and the use of registers and stacks, without a GPU."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    function = getattr(load(formula.source), name)
-    scalars = "*fp64" if formula.column_dtype == F64 else "*fp32"
-    types = {**TYPES, "scalars": scalars}
-    sizes = {**SIZES_OF, "WIDE": formula.wide}
-    signature = {k: types.get(k, "constexpr") for k in function.arg_names}
-    sizes = {k: sizes[k] for k, kind in signature.items() if kind == "constexpr"}
-    code = ASTSource(fn=function, signature=signature, constexprs=sizes)
-    target = GPUTarget("cuda", capability, 32)
-    kernel = triton.compile(code, target=target, options={"num_warps": NUM_WARPS})
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [tools / "cuobjdump", "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout)
-    return kernel.asm["ptx"], {name: int(number) for name, number in found}
-
-
-@compiled
-@pytest.mark.parametrize(
-    ("name", "capability"),
-    [
-        *(("adamw", 90), ("adamw, all options", 100)),
-        *(("adamw, rounded", 80), ("adamw, float64", 90)),
-    ],
-)
-def test_compiled_update_accesses_whole_blocks_widely(name, capability):
-    formula = printed(name)
-    ptx, usage = compile_for(capability, formula, formula.name)
-    found = ACCESS.findall(ptx)
-    assert found.count("ld") == formula.bytes_read * formula.wide // PER_ACCESS
-    assert found.count("st") == formula.bytes_written * formula.wide // PER_ACCESS
-    assert usage["STACK"] == usage["LOCAL"] == 0, "spills"
-
-
-@compiled
-def test_compiled_sums_access_whole_blocks_widely():
-    formula = print_sums(
-        "squares",
-        lambda t: (t["g"].float() ** 2, t["g"] * t["h"]),
-        {"g": BF16, "h": F32},
-    )
-    ptx, usage = compile_for(90, formula, formula.name)
-    assert ACCESS.findall(ptx).count("ld") == 6 * BLOCK // PER_ACCESS
-    assert usage["STACK"] == usage["LOCAL"] == 0
-    _, usage = compile_for(90, formula, f"{formula.name}_totals")
-    assert usage["STACK"] == usage["LOCAL"] == 0
-
-
 # ---- the class -----------------------------------------------------------------------
 
 RULES = [
-    ("adamw", {}),
-    ("mars-adamw", {}),
     ("mars-adamw", dict(state_dtype=BF16, stochastic_rounding=True)),
-    ("moonlight", dict(ns_dtype=F32)),
-    ("mars-m", dict(ns_dtype=F32)),
-    ("mars-normuon", dict(ns_dtype=F32)),
+    *((name, dict(ns_dtype=F32)) for name in marsopt.REGISTRY),
 ]
 
 
@@ -550,9 +469,9 @@ def trained(name, compile, **options):
 @anything
 @pytest.mark.parametrize(("name", "options"), RULES)
 def test_interpreted_steps_of_the_class_are_eager_ones(name, options, monkeypatch):
-    monkeypatch.setattr(compiled_steps, "graph_of", None)  # no graph takes a part
+    monkeypatch.setattr(graph_runner, "graph_of", None)  # no graph takes a part
     params, optimizer = trained(name, None, **options)
-    assert isinstance(vars(optimizer)["_run"], Kernels)
+    assert isinstance(vars(optimizer)["_runner"], Kernels)
     others, eager = trained(name, False, **options)
     assert optimizer.num_skipped == eager.num_skipped == 1
     rounded = options.get("stochastic_rounding", False)

@@ -164,10 +164,13 @@ DAMAGE = {
     "another rule's is lost": (of_another_rule, "exp_avg_sq_in_basis"),
     "shapes": (of_other_shapes, r"got exp_avg of shape \(4, 3\).*'w'"),
     "a rate": (of_a_negative_rate, "got lr=-1.0"),
-    "SGD": (partial(of_torch, "SGD", momentum=0.9), "saved by another optimizer"),
+    "SGD": (
+        partial(of_torch, "SGD", momentum=0.9),
+        "got the state of an optimizer with",
+    ),
     "maximize": (
         partial(of_torch, "AdamW", maximize=True),
-        "got maximize=True .*negate the loss",
+        "got the state of an optimizer with",
     ),
     "more parameters": (of_more_parameters, "of 2 parameters, expected 1|parameters"),
     "more groups": (of_more_groups, "group|parameters"),
@@ -240,7 +243,7 @@ def test_a_state_dict_brings_its_structure_and_loses_nothing(saved, into):
     equal(a, b)
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Adam", "RAdam"])
+@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
 @pytest.mark.parametrize("schedule", [False, True])
 def test_checkpoints_of_torch_are_loaded_in_silence(kind, schedule, caplog):
     """And a plain AdamW goes on as it would."""
@@ -258,7 +261,7 @@ def test_checkpoints_of_torch_are_loaded_in_silence(kind, schedule, caplog):
     assert target.param_groups[0]["maximize"] is False
     run(source, a, range(3, 6))
     run(target, b, range(3, 6))
-    assert kind == "RAdam" or all(map(partial(torch.allclose, atol=1e-7), a, b))
+    assert all(map(partial(torch.allclose, atol=1e-7), a, b))
 
 
 def test_state_of_a_frozen_parameter_keeps_its_dtype():

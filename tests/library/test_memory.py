@@ -360,7 +360,7 @@ def test_a_sharded_model_may_be_moved_between_steps():
 
 def test_state_that_is_moved_compiles_nothing_again(monkeypatch, of_dynamo):
     params = parameters(*SHAPES)
-    optimizer = build(params, forced(monkeypatch, "stacks"), lr=LR)
+    optimizer = build(params, forced(monkeypatch, "flat"), lr=LR)
     for seed in range(2):
         fill(params, seed)
         optimizer.step()

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import marsopt
 from marsopt import MARS, REGISTRY
-from marsopt.optim import compiled
+from marsopt.step import compiling
 from tests.stacking import (
     build,
     copies,
@@ -132,7 +132,7 @@ def test_compiled_steps_take_whatever_is_missing(mars_type):
     """Of tensors of one shape, which may move together: values and state."""
     shapes = (6, 4), (4,), (6, 4), (5, 3), (6, 4), (4,)
     found = []
-    for mode in ("eager", "stacks"):
+    for mode in ("eager", "flat"):
         params = parameters(*shapes)
         kw = dict(lr=LR, max_norm=0.7, ns_dtype=torch.float32)
         optimizer = build(params, mode, mars_type=mars_type, **kw)
@@ -603,7 +603,7 @@ def test_printed_it_shows_what_holds_for_all_groups(options, correction):
 
 
 def test_compile_says_what_it_decided(monkeypatch, caplog):
-    monkeypatch.setattr(compiled, "missing_for", lambda device: "no C++ compiler")
+    monkeypatch.setattr(compiling, "missing_for", lambda device: "no C++ compiler")
     with pytest.raises(RuntimeError, match="got compile=True"):
         MARS(parameters((2, 2)), compile=True)
     with caplog.at_level(logging.WARNING):
@@ -614,7 +614,7 @@ def test_compile_says_what_it_decided(monkeypatch, caplog):
 
 def test_the_first_compiled_step_of_a_process_says_so(of_dynamo, caplog):
     """Before it is compiled; nothing is said of what runs eagerly."""
-    compiled.announce.cache_clear()
+    compiling.announce.cache_clear()
 
     def said():
         ours = [r for r in caplog.records if r.name.startswith("marsopt")]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, UserList, defaultdict, namedtuple
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad
 
 import marsopt
+from marsopt.functional.options import Options, Parts, RuleName
+from marsopt.functional.routing import all_hyperparameters
 from tests.conformance.oracle import Oracle
 from tests.table import ROWS, SHAPES, tensors
 
@@ -639,3 +643,15 @@ def test_bad_input_says_got_expected_do(name):
 def test_a_single_tensor_is_no_tree():
     with pytest.raises(TypeError, match=r"pass \[params\]"):
         marsopt.rule("adamw").init(torch.zeros(3))
+
+
+def test_type_checkers_know_every_rule_and_the_type_of_every_option():
+    known = all_hyperparameters()
+    for row in marsopt.REGISTRY.values():
+        known = {**row.options, **known}
+    hints = {name: line.hint for name, line in known.items()}
+    for name in ("lr", "lr_ratio", "mars_type"):  # are in signatures, or in groups
+        del hints[name]
+    hints["splits"] |= Mapping[str, Parts]  # by patterns, in for_model
+    assert get_type_hints(Options) == hints
+    assert get_args(RuleName) == tuple(marsopt.REGISTRY)

@@ -110,7 +110,7 @@ TOOLS = {
 }
 CELLS = [("file", what, "eager") for what in WHAT]
 CELLS += [(tool, what, "eager") for tool in TOOLS for what in ("mars-soap", "exact")]
-CELLS += [("file", what, "stacks") for what in ("mars-adamw", "mars-m", "mars-soap")]
+CELLS += [("file", what, "flat") for what in ("mars-adamw", "mars-m", "mars-soap")]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -230,7 +230,6 @@ def test_eigenvectors_once_and_refreshes_in_their_rhythm(stagger, shape):
     params = [nn.Parameter(drawn(shape, i)) for i in range(6)]
     own = dict(sides="short", precondition_frequency=3, stagger=stagger)
     optimizer = MARS(params, mars_type="soap", lr=0.01, compile=True, **own)
-    assert (len(optimizer.describe().calls) > 1) == (shape != SQUARE)
     found = []
     for t in range(8):
         for i, p in enumerate(params):

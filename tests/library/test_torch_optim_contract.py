@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from marsopt import MARS
 from marsopt.functional.routing import all_hyperparameters
-from marsopt.optim.compiled import announce
+from marsopt.step.compiling import announce
 from tests import stacking
 from tests.processes import spawn
 from tests.stacking import build, copies, equal, fill, forced, run, traced
@@ -239,7 +239,7 @@ def test_a_compiled_step_under_a_dispatch_mode_is_the_step(
     watcher, monkeypatch, caplog
 ):
     """It runs eagerly there, says so once, and the numbers are the same."""
-    forced(monkeypatch, "stacks")
+    forced(monkeypatch, "flat")
     kw = dict(lr=LR, mars_type="mars-shampoo", ns_dtype=torch.float32, max_norm=1.0)
     a, b = parameters(), parameters()
     plain, watched = MARS(a, compile=False, **kw), MARS(b, compile=True, **kw)
@@ -257,7 +257,7 @@ def test_a_compiled_step_under_a_dispatch_mode_is_the_step(
 
 
 def test_flops_of_a_compiled_step_are_counted(monkeypatch):
-    forced(monkeypatch, "stacks")
+    forced(monkeypatch, "flat")
     counted = []
     for compiled in (False, True):
         params = parameters((8, 8), (8, 8))
@@ -270,7 +270,7 @@ def test_flops_of_a_compiled_step_are_counted(monkeypatch):
 
 
 def test_a_step_after_a_dispatch_mode_is_compiled_again(monkeypatch, of_dynamo):
-    forced(monkeypatch, "stacks")
+    forced(monkeypatch, "flat")
     counters.clear()
     a, b = parameters(), parameters()
     plain, optimizer = (MARS(p, lr=LR, compile=c) for p, c in ((a, False), (b, True)))

@@ -29,18 +29,14 @@ SHAPES = ((6, 4), (4,), (6, 4), (4,))
 
 # every rule as it is compiled; where tensors move is nothing that rules differ in, so
 # that one of elements, one of matrices and one with factors stand for all eagerly
-CELLS = [(mars_type, "stacks") for mars_type in REGISTRY]
+CELLS = [(mars_type, "flat") for mars_type in REGISTRY]
 CELLS += [(mars_type, "eager") for mars_type in ("mars-adamw", "mars-m", "mars-soap")]
 every_type = pytest.mark.parametrize(("mars_type", "mode"), CELLS, indirect=["mode"])
 
 
 # what lives with the owners of whole matrices (test_soap.py)
-FACTORS = {
-    buffer.key
-    for kind in (NorMuon, SOAP)
-    for buffer in kind.keeps.values()
-    if buffer.home == "owner"
-}
+# kept by owners of matrices
+FACTORS = {buffer.key for buffer in SOAP.keeps.values()} | {"row_exp_avg_sq"}
 
 
 @pytest.fixture
@@ -109,7 +105,7 @@ def test_it_goes_in_the_right_direction(mars_type, contiguous, scheduled, mode):
 
 def test_it_compiles_once_with_groups_a_schedule_and_a_tensor_as_lr(of_dynamo):
     found = []
-    for mode in ("eager", "stacks"):
+    for mode in ("eager", "flat"):
         params = parameters((6, 4), (6, 4), (4,))
         groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.02}]
         optimizer = build(groups, mode, lr=torch.tensor(LR), max_norm=1.0)

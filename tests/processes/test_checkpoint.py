@@ -295,53 +295,6 @@ def test_state_that_is_missing_is_named(tmp_path):
         assert "wide" in told
 
 
-# ---- buffers of one dim --------------------------------------------------------------
-
-PLACES = {"rows": Shard(0), "cols": Shard(1), "copy": Replicate()}
-SIZES = {"even": (8, 4), "uneven": (5, 3), "one": (1, 3)}
-
-
-def wrapped(world, values):
-    """Buffers (rows,) of matrices, as a rule's state holds them, beside a plain one."""
-    mesh = init_device_mesh("cpu", (world,))
-    found = {"plain": values["plain"].clone()}
-    for size, shape in SIZES.items():
-        for place, placement in PLACES.items():
-            leaf = distribute_tensor(torch.zeros(shape), mesh, [placement])
-            rows = Shard(0) if place == "rows" else Replicate()
-            local = distribute_tensor(values[size], mesh, [rows]).to_local().clone()
-            found[f"{place} {size}"] = MeshCollectives(mesh).wrap(local, leaf)
-    return found
-
-
-def pass_on(rank, world, folder, load, save):
-    """Load, if told to, into zeros; save; return whole buffers."""
-    values = {n: torch.arange(1.0, s[0] + 1) for n, s in SIZES.items()}
-    values["plain"] = torch.tensor([3.0, 1.0])
-    if load:
-        values = {n: torch.zeros_like(v) for n, v in values.items()}
-    buffers = wrapped(world, values)
-    if load:
-        dcp.load(buffers, checkpoint_id=f"{folder}/{load}")
-    dcp.save(buffers, checkpoint_id=f"{folder}/{save}")
-    return {
-        n: b.full_tensor() if isinstance(b, DTensor) else b for n, b in buffers.items()
-    }
-
-
-def test_buffers_of_one_dim_change_ranks(tmp_path):
-    """2 -> 1 -> 4 ranks: even, uneven and empty pieces, and whole ones."""
-    folder = str(tmp_path)
-    want = spawn(pass_on, 2, folder, 0, 1)[0]
-    assert len(want) == 1 + len(PLACES) * len(SIZES)
-    assert torch.equal(want["cols uneven"], torch.arange(1.0, 6.0))
-    for i, world in enumerate((1, 4), start=1):
-        for got in spawn(pass_on, world, folder, i, i + 1):
-            assert got.keys() == want.keys()
-            for n, buffer in want.items():
-                assert torch.equal(got[n], buffer), n
-
-
 def take_over(rank, world):
     """Two steps of torch's AdamW on sharded parameters; then its state, and whole
     tensors in place of it, into MARS. Return the differences after a third step.

@@ -18,15 +18,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from marsopt import MARS, Matrices, NewtonSchulz, Orthogonal
-from marsopt.functional.collectives import (
+from marsopt.parallel import MeshCollectives
+from marsopt.rules.buffers import Buffer
+from marsopt.rules.orthogonal import MatrixAverage
+from marsopt.rules.preconditioner import MatrixInput, MatrixOutput
+from marsopt.step.owners import (
     MatrixParam,
     Request,
     flat_indices,
     flat_row_indices,
 )
-from marsopt.parallel import MeshCollectives
-from marsopt.rules.orthogonal import MatrixAverage
-from marsopt.rules.preconditioner import MatrixInput, MatrixOutput
 from tests.processes import spawn
 from tests.table import steady
 
@@ -371,9 +372,9 @@ def test_experts_are_owned_where_they_lie(name):
         }
 
 
-def wrap_lines(rank, world, shape, places):
-    """Every rank's rows of a vector make the whole one again, and it knows which they
-    are, and the number of every element.
+def wrap_pieces(rank, world, shape, places):
+    """Every rank's pieces make the whole again, and it knows which rows they have, and
+    the number of every element.
     """
     mesh = init_device_mesh("cpu", shape)
     collectives = MeshCollectives(mesh)

@@ -63,9 +63,10 @@ def parse(argv: list[str]):
             raise
         words = re.sub("[╭╮╰╯│─]", " ", box.getvalue()).split()
         line, _, _ = " ".join(words).partition(" For full helptext")
+        line, _, _ = line.partition(" ---")  # what follows is the option's own help
         told = line.partition("Error parsing ")[2].partition(": ")[2]  # by our checks
         why = f"got options that do not fit ({line}), expected valid ones: see --help"
-        raise UserError(told or why) from None
+        raise UserError(told if told.startswith("got ") else why) from None
     except (ValueError, AssertionError) as error:  # torchtitan's checks of its fields
         raise UserError(
             f"got options that torchtitan refuses ({error}), expected valid ones: see "

@@ -23,18 +23,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from marsopt import MARS
-from marsopt.functional import step
-from marsopt.functional.binding import owned_leaves
-from marsopt.functional.collectives import LOCAL, Collectives
-from marsopt.functional.step import Each, Move
-from marsopt.functional.step_types import Decision, RuleGroup, Stack, StackScalars
-from marsopt.optim.buckets import ParameterBucket
-from marsopt.optim.compiled import matrix_outputs
-from marsopt.optim.layout import Layout
+from marsopt.functional.buffers import owned_leaves
+from marsopt.optim.binding import Binding
 from marsopt.optim.state_dict import STAGE_COUNT, State
 from marsopt.parallel.collectives import MeshCollectives
 from marsopt.parallel.planner import Machine
 from marsopt.profiling.optimizer import floor_of
+from marsopt.step import step
+from marsopt.step.graph_runner import Graphs
+from marsopt.step.owners import LOCAL, Collectives
+from marsopt.step.step import Gradients, Group
+from marsopt.step.tables import Decision
 from train.forecast.models import Job
 
 # torch's operations, by the names of a forecast
@@ -123,63 +122,39 @@ class Recorder(TorchDispatchMode):
         self.collectives.append((kind, sent))
 
 
-class Compiled:
-    """A ``step.Run`` over stacks that have no memory. As compiled graphs do, each part
-    holds no more than its results, and writes those into the tensors that hold them.
-    Matrices of one process are rows of batches, as on a GPU.
+class Recording(Graphs):
+    """A runner over groups that have no memory. As graphs do, each part of a step holds
+    no more than its results, and writes those into the tensors that hold them.
     """
 
-    is_fused = False
+    def __init__(self, recorder: Recorder, groups: Sequence[Group], **kwargs: Any):
+        self._recorder = recorder
+        with recorder.paused():
+            super().__init__(groups, **kwargs)
 
-    def __init__(self, recorder: Recorder, layout: Layout) -> None:
-        self._recorder, self._batches = recorder, layout.batches
-        portions = layout.portions(compile=True)
-        self._portions = [[i for call in portion for i in call] for portion in portions]
+    def measure(self, groups: Sequence[Group], grads: Gradients) -> list[Tensor]:
+        return [sums for sums, _ in self._sums]
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        with self._recorder.paused():  # numbers that ranks have summed up are real
+        with self._recorder.paused():
             return function(*tree_map_only(Tensor, lambda x: x.to("meta"), args))
 
     def run_collective(
-        self, what: str, function: Callable[..., Any], *args: Any
+        self, label: str, function: Callable[..., Any], *args: Any
     ) -> Any:
+        if label == "exchange":  # numbers that ranks sum up are real
+            sums, *rest = args
+            return function(torch.zeros(sums.shape, dtype=sums.dtype), *rest)
         return function(*args)
 
-    def each(
-        self, function: Each, stacks: Sequence[Stack], grads: Sequence[Tensor]
-    ) -> list[Tensor]:
-        with self._recorder.paused():
-            sums = function(stacks, grads)
-            return [torch.zeros(x.shape, dtype=x.dtype) for x in sums]
+    def start(
+        self, groups: Sequence[Group], grads: Gradients, decision: Decision
+    ) -> None:
+        with self._recorder.paused():  # tables that stay
+            super().start(groups, grads, decision)
 
-    def move(
-        self, function: Move, stacks: Sequence[Stack], *columns: Sequence[Any]
-    ) -> tuple[list[Stack], list[Tensor | None]]:
-        made: list[Tensor | None] = []
-        for stack, *own in zip(stacks, *columns, strict=True):
-            with self._recorder.paused():
-                extra = None if own[0] is None else function(stack, *own)[1]
-            made.append(extra)
-            self._recorder.take(made[-1])
-        return list(stacks), made
-
-    def per_stack(
-        self, groups: Sequence[RuleGroup], decision: Decision
-    ) -> list[StackScalars]:
-        return step.per_stack(groups, decision)
-
-    def portions(self, stacks: Sequence[Stack]) -> Sequence[Sequence[int]]:
-        return self._portions
-
-    def matrix_outputs(
-        self, stacks: Sequence[Stack], part: Sequence[int]
-    ) -> list[Tensor | None]:
-        return matrix_outputs(stacks, part, self._batches)
-
-    def store(
-        self, ok: Tensor, old: tuple[Tensor, ...], new: tuple[Tensor | None, ...]
-    ) -> tuple[Tensor, ...] | None:
-        return None
+    def compute(self, *args: Any, **kwargs: Any) -> None:
+        """Compute nothing: a graph allocates nothing that it returns."""
 
 
 class Memory(NamedTuple):
@@ -260,8 +235,10 @@ class Rank(NamedTuple):
     num_ranks: int
 
 
-def bound(job: Job, rank: Rank) -> tuple[Layout, State]:
-    """Return the layout of one rank's parameters, which have no memory, and its state.
+def bound(
+    job: Job, rank: Rank, dtype: torch.dtype = torch.float32
+) -> tuple[Binding, State]:
+    """Return the binding of one rank's parameters, which have no memory, and its state.
     MARS would refuse to move them: it gets them frozen, and makes groups and options.
     """
     # no operation of DTensors: it would return the mesh of an earlier, equal rank
@@ -269,7 +246,7 @@ def bound(job: Job, rank: Rank) -> tuple[Layout, State]:
     for alike in job.alike:
         shape = alike.local(rank.number, rank.num_ranks)
         for name in alike.names:
-            piece = torch.empty(shape, device="meta")
+            piece = torch.empty(shape, dtype=dtype, device="meta")
             params[name] = rank.wrap(piece, alike.shape)
             grads.append(rank.wrap(piece.detach(), alike.shape))
     matrices, beside = (
@@ -281,75 +258,68 @@ def bound(job: Job, rank: Rank) -> tuple[Layout, State]:
     if options.get("correction") == "approximate":  # the default
         del options["correction"]
     options |= dict(collectives=rank.collectives, compile=False)
-    frozen = MARS([g for g in groups if g["params"]], **options).describe().layout
+    frozen = MARS([g for g in groups if g["params"]], **options).describe().binding
     for p, g in zip(params.values(), grads, strict=True):
         p.requires_grad_()
         p.grad = g
     state: State = defaultdict(dict)
     meta = torch.device("meta")
-    layout = Layout(frozen.param_groups, state, frozen.options, {}, meta)
-    layout.bind()
-    return layout, state
+    binding = Binding(frozen.param_groups, state, frozen.options, {}, meta)
+    binding.bind()
+    return binding, state
 
 
 @torch.no_grad()
 def _record(job: Job, rank: Rank) -> Record:
-    layout, entries = bound(job, rank)
+    binding, entries = bound(job, rank)
+    members, collectives = binding.members, binding.collectives
     kept = [
-        rank.collectives.local(value)
+        collectives.local(value)
         for entry in entries.values()
         for key, value in entry.items()
         if key != "step"
     ]
-    state, takes_gradients = sum(x.nbytes for x in kept), False
-    for bucket in layout.buckets:
-        if bucket.algorithm.h_from == "caller":  # the next batch's gradients are kept
-            state += sum(h.nbytes for h in bucket.state["h"])
-            takes_gradients = True
-    pieces = [piece for bucket in layout.buckets for piece in bucket.pieces]
+    pieces = [member.piece for member in members]
+    # exact MARS keeps the next batch's gradients
+    exact = [member for member in members if member.algorithm.h_from == "caller"]
+    state = sum(x.nbytes for x in [*kept, *(member.state["h"] for member in exact)])
     matrices = [
         leaf
-        for bucket in layout.buckets
-        if bucket.algorithm.matrix_only
-        for leaf in owned_leaves(bucket.algorithm, bucket.params)
+        for member in members
+        if member.algorithm.matrix_only
+        for leaf in owned_leaves(member.algorithm, [member.p])
     ]
     if matrices:  # all is planned before a step is recorded
-        layout.collectives.owns(matrices)
-    for group in layout.groups:  # a step in which bases are refreshed
-        if group.hyper.algorithm.has_stages:
-            for param_group in group.groups:
-                param_group[STAGE_COUNT] = group.hyper.algorithm.preconditioner.every
+        collectives.owns(matrices)
+    for member in members:  # a step in which bases are refreshed
+        if member.algorithm.has_stages:
+            member.group[STAGE_COUNT] = member.algorithm.preconditioner.every
     for is_warm in (False, True):  # ranks agree, once, on what they hold
         with Recorder([*pieces, *kept]) as recorder:
-            groups, grads, _ = layout.gather()
-            run = Compiled(recorder, layout)
-            shared = dict(collectives=layout.collectives, run=run)
-            _, decision = step.assess(
-                groups, grads, layout.members, max_norm=1.0, **shared
+            groups, grads, live = binding.gather()
+            runner = Recording(
+                recorder,
+                groups,
+                device=torch.device("meta"),
+                is_local=collectives is LOCAL,
+                compile=False,
+                required=False,
+                say=lambda level, what: None,
             )
+            shared: Any = dict(collectives=collectives, runner=runner)
+            _, decision = step.assess(groups, grads, max_norm=1.0, live=live, **shared)
             if is_warm:
-                step.advance(groups, grads, layout.members, decision, **shared)
-            if takes_gradients:
+                step.advance(groups, grads, decision, **shared)
+            if exact:
                 # norms of the gradient that is kept for the next step, for its clip
-                of_each = torch.zeros(len(layout.params), 1)
-                layout.collectives.sum(of_each, layout.params)
-            del groups, grads, decision
-        layout.scatter()
+                collectives.sum(torch.zeros(len(members), 1), binding.params)
     size = sum(x.nbytes for x in pieces)
+    floor = floor_of(groups, runner.copied, is_local=collectives is LOCAL)
+    # beside a step of exact MARS: the norm of the next gradient, its copy, and the copy
+    # of that into h
+    next_grads = 5 * sum(member.piece.nbytes for member in exact)
     return Record(
         Memory(size, size, state, recorder.most),
         recorder.collectives,
-        _moved_bytes(layout.buckets),
+        floor.num_bytes + floor.copied + next_grads,
     )
-
-
-def _moved_bytes(buckets: Sequence[ParameterBucket]) -> int:
-    """Return the bytes that elementwise passes over stacks read and write: norms,
-    update, application, and copies of small tensors; Newton-Schulz not.
-    """
-    floor = floor_of(buckets)
-    # beside a step of exact MARS: the norm of the next gradient, its copy, and the copy
-    # of that into h
-    exact = [bucket for bucket in buckets if bucket.algorithm.h_from == "caller"]
-    kept = sum(piece.nbytes for bucket in exact for piece in bucket.pieces)
-    return floor.num_bytes + floor.copied + 5 * kept

@@ -1,5 +1,5 @@
-"""The inputs of an algorithm beside a tensor, made once for both doors: its buffers as
-they start, and to which matrices its rows belong.
+"""Leaves of a step, made for both doors: their parts, their buffers as they start, and
+checks of parameters that no rule can move.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marsopt.functional.collectives import (
-    Collectives,
-    MatrixParam,
-    Owned,
-    flat_row_indices,
-)
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import Buffer, owned_parts, owned_shapes
 from marsopt.rules.dtypes import default_state_dtype
-from marsopt.rules.matrices import MatrixRows, row_numbers
 from marsopt.rules.rounding import NARROW
+from marsopt.step.owners import Collectives, MatrixParam, Owned
+from marsopt.step.parts import (
+    element_numbers,
+    has_several_parts,
+    parts_of,
+    positions_of,
+    scales_of,
+)
+from marsopt.step.step import Leaf
+from marsopt.step.tables import Index, index_of
 
 
 def start_beside(algorithm: Algorithm, buffer: Buffer, x: Tensor) -> Tensor:
@@ -88,45 +91,67 @@ def entries_at_owner(
     return (*sizes,) * (num // len(sizes))
 
 
-def matrix_rows(
-    algorithm: Algorithm, leaf: Tensor, shape: torch.Size, collectives: Collectives
-) -> MatrixRows | None:
-    """Return to which matrices the rows of a leaf's piece belong; None where no part of
-    it has a norm of its own, and its matrices, where a rule needs them, one shape.
+def leaf_of(
+    algorithm: Algorithm,
+    shape: torch.Size,
+    x: Tensor,
+    buffers: Mapping[str, Tensor],
+    params: Sequence[Tensor],
+    collectives: Collectives,
+    *,
+    is_stack: bool = False,
+) -> Leaf:
+    """Return a tensor of a step, with equal parts.
 
     Args:
-        algorithm: what moves the leaf.
-        leaf: a parameter as its owner holds it, or a stack of such.
+        algorithm: the algorithm that moves it.
         shape: of one whole parameter.
-        collectives: they know which rows lie here.
+        x: the piece that lies here, or with ``is_stack`` a stack of such.
+        buffers: by symbol, like x.
+        params: the parameters, as the user holds them.
+        collectives: of the ranks that hold the parameters.
+        is_stack: whether x is a stack.
     """
-    matrices = algorithm.matrices
-    is_even = not algorithm.matrix_only or matrices.is_even(shape)
-    if algorithm.num_clipped(shape) == 1 and is_even:
-        return None
-    index = flat_row_indices(shape, collectives.cuts(leaf), matrices, leaf.device)
+    piece = x[0] if is_stack else x
+    asks = algorithm.stochastic_rounding or has_several_parts(algorithm, shape)
+    cuts = collectives.cuts(params[0]) if asks else {}
+    parts = parts_of(algorithm, shape, piece, cuts).equal()
     numbers = None
-    if index is not None or not matrices.is_even(shape):
-        numbers = row_numbers(matrices, shape, leaf.device)
-        numbers = numbers if index is None else numbers[index]
-    num_batches = matrices.row_shape(shape)[:-1].numel()
-    return MatrixRows(num_batches, tuple(matrices.runs(shape)), index, numbers)
+    if algorithm.stochastic_rounding:
+        positions = positions_of(shape, piece.shape, cuts, parts)
+        if positions is None:
+            numbers = element_numbers(shape, cuts, x.device).repeat(len(params))
+        else:
+            rows = positions * len(params)
+            numbers = torch.tensor(rows, dtype=torch.int64, device=x.device)
+    return Leaf(
+        x, buffers, parts.repeated(len(params)), params, numbers, is_stack=is_stack
+    )
 
 
-def rounding_cuts(
-    algorithm: Algorithm, leaf: Tensor, collectives: Collectives
-) -> Mapping[int, Tensor]:
-    """Return ``Collectives.cuts`` of a leaf, or of a stack of such, where a step rounds
-    stochastically; nothing where it does not.
+def index_of_leaves(
+    algorithm: Algorithm, shapes: Sequence[torch.Size], leaves: Sequence[Leaf]
+) -> Index:
+    """Return the index of the leaves of one formula; ``shapes`` are of one whole
+    parameter of each.
     """
-    return collectives.cuts(leaf) if algorithm.stochastic_rounding else {}
+    scales = None
+    if algorithm.matrix_only:
+        pairs = zip(shapes, leaves, strict=True)
+        scales = (
+            scale
+            for shape, leaf in pairs
+            for scale in scales_of(algorithm, shape, leaf.parts)
+        )
+    nums = [len(leaf.params) for leaf in leaves]
+    return index_of([leaf.parts for leaf in leaves], nums, scales, leaves[0].x.device)
 
 
 # ---- parameters that no rule can move ------------------------------------------------
 
 
 def check_like(x: Tensor, g: Tensor, what: str) -> None:
-    """Raises ValueError where ``g`` cannot be the gradient of ``x``."""
+    """Raise ValueError if ``g`` cannot be the gradient of ``x``."""
     if g.shape != x.shape or g.dtype != x.dtype:
         raise ValueError(
             f"got {what} of shape {tuple(g.shape)} and dtype {g.dtype}, expected "
@@ -142,8 +167,8 @@ def check_like(x: Tensor, g: Tensor, what: str) -> None:
 
 
 def check_unflattened(x: Tensor, what: str) -> None:
-    """Raises ValueError where ``x`` is FSDP1's: a rank's shard of flattened parameters,
-    in which no rule finds a matrix, and whose norm is the shard's.
+    """Raise ValueError if ``x`` is FSDP1's: a rank's shard of flattened parameters. No
+    rule finds a matrix in it, and its norm is the shard's.
     """
     if hasattr(x, "_fsdp_flattened"):  # on all that FSDP1 has flattened
         raise ValueError(
@@ -160,7 +185,7 @@ def check_parameter(
     state_dtype: torch.dtype | None = None,
     stochastic_rounding: bool = False,
 ) -> None:
-    """Raises ValueError where no rule can move ``x``."""
+    """Raise ValueError if no rule can move ``x``."""
     check_unflattened(x, what)
     if not x.is_floating_point():
         raise ValueError(

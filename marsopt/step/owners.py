@@ -61,8 +61,8 @@ class Request(NamedTuple):
     matrices: Matrices
     preconditioner: MatrixPreconditioner
     stage: Hashable = None
-    # returns owners' buffers after the step, from those before and from what became of
-    # them; None where it has written into the first ones
+    # returns owners' buffers after the step, from the old and the new ones; None if it
+    # has written into the old ones
     keep: Callable[[Tensors, tuple[Tensor | None, ...]], Tensors | None] = (
         lambda old, new: None
     )
@@ -214,7 +214,7 @@ class Collectives(Protocol):
     way to shard needs another class.
 
     Raises:
-        RuntimeError: of ``agree``, where ranks differ.
+        RuntimeError: of ``agree``, if ranks differ.
 
     Example:
         >>> class Watched(type(marsopt.LOCAL)):
@@ -242,16 +242,11 @@ class Collectives(Protocol):
         here, in the order of the piece's.
         """
 
-    def placement(self, tensor: Tensor) -> Hashable:
-        """Return a hashable key: parameters of equal shape and equal key are sharded
-        identically. It agrees across ranks.
-        """
-
     def agree(
         self, values: Mapping[str, object], params: Sequence[tuple[Tensor, str]]
     ) -> None:
         """Raise on every rank unless all have equal ``values``, by their names in
-        errors; and, where every rank holds all parameters, equal ``params``, each with
+        errors; and, if every rank holds all parameters, equal ``params``, each with
         its name.
         """
 
@@ -267,8 +262,8 @@ class Collectives(Protocol):
         """
 
     def owns(self, leaves: Sequence[MatrixParam]) -> list[Owned]:
-        """Return which matrices of each leaf have their owner here, for leaves whose
-        preconditioners have one cost: the leaves of one ``on_owners``.
+        """Return which matrices of each leaf have their owner here, for leaves with
+        preconditioners of one cost: the leaves of one ``on_owners``.
         """
 
     def publish_all(self, buffers: Sequence[OwnerBuffer]) -> Iterator[Tensor]:
@@ -298,7 +293,7 @@ class LocalCollectives:
             ValueError: ``tensor`` is sharded (a DTensor): its norm would silently be
                 one shard's; or it is another wrapper of tensors.
         """
-        if is_traceable_wrapper_subclass(tensor):
+        if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
             what = f"got a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
             if _is_dtensor(tensor):
                 raise ValueError(
@@ -317,9 +312,6 @@ class LocalCollectives:
 
     def cuts(self, tensor: Tensor) -> Mapping[int, Tensor]:
         return {}
-
-    def placement(self, tensor: Tensor) -> Hashable:
-        return None
 
     def agree(
         self, values: Mapping[str, object], params: Sequence[tuple[Tensor, str]]

@@ -1,0 +1,93 @@
+"""Names and types of all options, for editors and type checkers: Python itself checks
+them by the dataclasses that rules are made of, which a test compares with these.
+"""
+
+from collections.abc import Mapping
+from typing import Literal, TypedDict
+
+import torch
+
+from marsopt.rules.checks import Number, Weight
+from marsopt.rules.correction import Per
+from marsopt.rules.matrices import Kind
+from marsopt.step.owners import Collectives
+
+# The rules that this package registers. A rule of your own has a name that a type
+# checker does not know: "# type: ignore" where it is used.
+RuleName = Literal[
+    "adamw",
+    "nadamw",
+    "mars-adamw",
+    "lion",
+    "mars-lion",
+    "muon",
+    "mars-shampoo",
+    "moonlight",
+    "mars-m",
+    "normuon",
+    "mars-normuon",
+    "soap",
+    "mars-soap",
+    "soap-muon",
+    "mars-soap-muon",
+]
+Parts = int | tuple[int, ...] | None  # of a fused weight
+
+
+class PartOptions(TypedDict, total=False):
+    """Options that the signature of ``MARS`` does not spell out."""
+
+    adjust_lr_fn: str | None
+    base_lr: Number | None
+    cautious_weight_decay: bool
+    clip_per: Per
+    h_dtype: torch.dtype | None
+    max_dim: int | None
+    ns_coefficients: str
+    ns_dtype: torch.dtype | None
+    ns_eps: float
+    ns_steps: int
+    orthogonalize: bool | None
+    precondition_frequency: int | None
+    shampoo_beta: Number | None
+    sides: Literal["both", "short"] | None
+    splits: Parts | Mapping[str, Parts]  # by names of parameters in for_model
+    stagger: bool | None
+    stochastic_rounding: bool
+
+
+class Options(PartOptions, total=False):
+    """Options of ``rule`` and ``mars``."""
+
+    amsgrad: bool
+    beta2: Number  # of rule
+    betas: tuple[Number, Number] | None
+    betas_1d: tuple[Number, Number] | None
+    clip: Number | None
+    correction: str | None
+    eps: Number
+    epsilon_hat: bool
+    gamma: Number
+    is_approx: bool
+    log_time: Number | None
+    lr_1d: Number | None
+    matrices: Kind
+    max_norm: Number | None
+    momentum: Number  # of rule
+    nesterov: Weight | None
+    nesterov_1d: Weight | None
+    optimize_1d: bool
+    state_dtype: torch.dtype | None
+    weight_decay: Number | None
+    weight_decay_1d: Number | None
+
+
+class ModelOptions(Options, total=False):
+    """Options of ``for_model``."""
+
+    adapters: Literal["matrix", "adamw"]
+    collectives: Collectives
+    compile: bool | None
+    convolutions: bool
+    experts: bool
+    nonfinite: Literal["skip", "raise"]
