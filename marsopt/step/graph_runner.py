@@ -5,8 +5,10 @@ size, and one over small tensors that lie flat behind each other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
 from functools import reduce
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.dtypes import working, working_dtype
+from marsopt.rules.dtypes import working_dtype
 from marsopt.step.compiling import (
     Graph,
     announce,
@@ -35,14 +37,20 @@ from marsopt.step.step import (
     Place,
     applied,
     numbers_of_elements,
-    product_terms,
     products,
     updated,
 )
-from marsopt.step.tables import Decision, Formula, StepScalars, formula, scalar_dtype
+from marsopt.step.tables import (
+    Decision,
+    Formula,
+    StepScalars,
+    formula,
+    num_columns,
+    scalar_dtype,
+)
 
 SMALL = 4096  # elements; a copy of fewer costs less than a call of a graph
-ALIGNMENT = 64  # elements: the next tensor begins at a cache line in every dtype
+WIDTH = 64  # elements of a row of small tensors: each begins at a cache line
 
 Result = TypeVar("Result")
 Say = Callable[[int, str], None]
@@ -57,21 +65,13 @@ class Kind(NamedTuple):
     formula: Formula
     symbols: tuple[str, ...]  # of buffers
     num_columns: int  # of the table
-    is_flat: bool  # many tensors flat behind each other, with an index of parts
     has_numbers: bool  # elements have numbers, for stochastic rounding
     has_output: bool  # matrices for owners are written into a tensor
 
-    def scalars(self, ok: Tensor, table: Tensor, rest: Iterator[Tensor]) -> StepScalars:
-        """Return the scalars as factors of (P, n); of (1, n) if it is flat, where
-        ``rest`` goes on with the index of parts.
-        """
-        columns = [ok, *(table[:, k] for k in range(self.num_columns))]
-        if self.is_flat:
-            index = next(rest)
-            columns = [column[index][None] for column in columns]
-        else:
-            columns = [column[:, None] for column in columns]
-        return StepScalars.read(self.formula.algorithm, columns[0], columns[1:])
+    def scalars(self, ok: Tensor, table: Tensor) -> StepScalars:
+        """Return the scalars as factors of (P, n)."""
+        columns = [table[:, k, None] for k in range(self.num_columns)]
+        return StepScalars.read(self.formula.algorithm, ok[:, None], columns)
 
 
 class Products(NamedTuple):
@@ -92,11 +92,10 @@ def update(kind: Kind, tensors: list[Tensor]) -> None:
 
     Args:
         kind: says which tensors there are.
-        tensors: ok, table, the index of parts if it is flat, x, g, numbers, the output,
-            buffers; (P, n) each, (1, n) if it is flat.
+        tensors: ok, table, x, g, numbers, the output, buffers; (P, n) each.
     """
     algorithm, rest = kind.formula.algorithm, iter(tensors)
-    s = kind.scalars(next(rest), next(rest), rest)
+    s = kind.scalars(next(rest), next(rest))
     x, g = next(rest), next(rest)
     index = numbers_of_elements(next(rest), x.shape) if kind.has_numbers else None
     output = next(rest) if kind.has_output else None
@@ -116,12 +115,10 @@ def apply(kind: Kind, tensors: list[Tensor]) -> None:
 
     Args:
         kind: says which tensors there are.
-        tensors: ok, table, the index of parts if it is flat, x and the owners' results.
+        tensors: ok, table, x and the owners' results.
     """
-    rest = iter(tensors)
-    s = kind.scalars(next(rest), next(rest), rest)
-    x, o = rest
-    x.copy_(applied(kind.formula.algorithm, s, x, o))
+    ok, table, x, o = tensors
+    x.copy_(applied(kind.formula.algorithm, kind.scalars(ok, table), x, o))
 
 
 class Call(NamedTuple):
@@ -209,8 +206,8 @@ def widest(tensors: Sequence[Tensor | None], default: torch.dtype) -> torch.dtyp
 
 
 class FlatSet:
-    """Small tensors of one formula: a step copies them flat behind each other, and out
-    again.
+    """Small tensors of one formula: a step copies them behind each other into rows
+    (R, n), and out again. Rows have the scalars of their parts.
 
     Args:
         group: the tensors of a formula.
@@ -220,19 +217,19 @@ class FlatSet:
     def __init__(self, group: Group, members: Sequence[int]) -> None:
         self.members, leaves = members, [group.leaves[i] for i in members]
         self._leaves = leaves
-        x = leaves[0].x
-        self._sizes = [leaf.x.numel() for leaf in leaves]
-        # longer than the table, and than 1: Dynamo takes equal sizes for one size
-        used = sum(self._sizes)
-        self.num = (max(used, group.rows[-1].stop) // ALIGNMENT + 2) * ALIGNMENT
-        index = [
-            row
+        several = [leaf.parts.sizes[0] for leaf in leaves if leaf.parts.num > 1]
+        self._width = math.gcd(WIDTH, *several)
+        parts = [
+            part
             for i, leaf in zip(members, leaves, strict=True)
-            for row, size in enumerate(leaf.parts.sizes, group.rows[i].start)
-            for _ in range(size)
+            for part, size in enumerate(leaf.parts.sizes, group.rows[i].start)
+            for _ in range(-(-size // self._width))
         ]
-        index += [0] * (self.num - used)
-        self.index = torch.tensor(index, device=x.device)
+        # Dynamo makes a graph of its own for 1, and takes equal sizes for one size
+        while len(parts) in (0, 1, num_columns(group.algorithm)):
+            parts.append(0)
+        x = leaves[0].x
+        self.part_of_row = torch.tensor(parts, device=x.device)
         self.x, self.xs = self._empty(x.dtype)
         self.buffers: dict[str, Tensor] = {}
         self._copies: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -243,36 +240,32 @@ class FlatSet:
         self._params = [leaf.x.detach() for leaf in leaves]
         self.numbers = None
         if leaves[0].numbers is not None:
-            shapes = [(leaf.parts.num, leaf.parts.sizes[0]) for leaf in leaves]
-            of_leaves = [
-                numbers_of_elements(leaf.numbers, torch.Size(shape)).flatten()
-                for leaf, shape in zip(leaves, shapes, strict=True)
-                if leaf.numbers is not None
-            ]
-            rest = self.index.new_zeros(self.num - used)
-            self.numbers = torch.cat([*of_leaves, rest])
-        self._g: tuple[Tensor, list[Tensor]] | None = None
+            rows, views = self._empty(torch.int64)
+            for leaf, view in zip(leaves, views, strict=True):
+                assert leaf.numbers is not None
+                shape = torch.Size((leaf.parts.num, leaf.parts.sizes[0]))
+                numbers = numbers_of_elements(leaf.numbers, shape)
+                view.copy_(numbers.view(leaf.x.shape))
+            self.numbers = rows.flatten()
+        self.g, self._gs = self._empty(x.dtype)
         self._zero = torch.zeros((), device=x.device)
 
     def _empty(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """Return a flat tensor (1, n), and views of it shaped as the leaves."""
-        flat = torch.zeros(self.num, dtype=dtype, device=self.index.device)
-        pieces = flat[: sum(self._sizes)].split(self._sizes)
-        pairs = zip(pieces, self._leaves, strict=True)
-        return flat[None], [piece.view(leaf.x.shape) for piece, leaf in pairs]
+        """Return rows (R, n), and views of them shaped as the leaves."""
+        shape = len(self.part_of_row), self._width
+        rows = torch.zeros(shape, dtype=dtype, device=self.part_of_row.device)
+        return rows, self.split(rows)
 
-    def gather_gradients(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Return this step's gradients (1, n); zeros for missing ones."""
+    def gather_gradients(self, grads: Sequence[Tensor | None]) -> None:
+        """Copy this step's gradients in; zeros for missing ones."""
         dtype = widest(grads, self.x.dtype)
-        if self._g is None or self._g[0].dtype != dtype:
-            self._g = self._empty(dtype)
-        flat, views = self._g
-        pairs = zip(grads, views, strict=True)
+        if self.g.dtype != dtype:
+            self.g, self._gs = self._empty(dtype)
+        pairs = zip(grads, self._gs, strict=True)
         zero = self._zero.to(dtype)
         torch._foreach_copy_(
-            views, [zero.expand_as(v) if g is None else g for g, v in pairs]
+            self._gs, [zero.expand_as(v) if g is None else g for g, v in pairs]
         )
-        return flat
 
     def gather(self) -> None:
         """Copy parameters and state in."""
@@ -290,16 +283,22 @@ class FlatSet:
         torch._foreach_copy_(self._params, self.xs)
 
     def gather_directions(self, directions: Sequence[Tensor]) -> Tensor:
-        """Return the owners' results (1, n)."""
-        flat, views = self._empty(directions[0].dtype)
+        """Return the owners' results (R, n)."""
+        rows, views = self._empty(directions[0].dtype)
         torch._foreach_copy_(views, list(directions))
-        return flat
+        return rows
 
-    def split(self, flat: Tensor) -> list[Tensor]:
-        """Return views of a flat tensor (1, n), shaped as the leaves."""
-        pieces = flat[0, : sum(self._sizes)].split(self._sizes)
-        pairs = zip(pieces, self._leaves, strict=True)
-        return [piece.view(leaf.x.shape) for piece, leaf in pairs]
+    def split(self, rows: Tensor) -> list[Tensor]:
+        """Return views of rows (R, n), shaped as the leaves."""
+        sizes = [leaf.x.numel() for leaf in self._leaves]
+        starts = accumulate(
+            (-(-s // self._width) * self._width for s in sizes), initial=0
+        )
+        every = rows.view(-1)
+        return [
+            every[start : start + size].view(leaf.x.shape)
+            for start, size, leaf in zip(starts, sizes, self._leaves, strict=False)
+        ]
 
 
 class Single(NamedTuple):
@@ -452,11 +451,10 @@ class Graphs:
             torch._foreach_copy_(targets, results)
         if (flat := bound.flat) is not None:
             flat.gather()
-            g = flat.gather_gradients([grads[i] for i in flat.members])
-            h = working(flat.buffers["h"]) if has_h else None
-            terms = product_terms(working(g), h)
-            for column, term in zip(sums.unbind(1), terms, strict=True):
-                column.index_add_(0, flat.index, term[0].to(sums.dtype))
+            flat.gather_gradients([grads[i] for i in flat.members])
+            # so few that they are done before a graph has checked its guards
+            found = products(flat.g, flat.buffers["h"] if has_h else None, False)
+            sums.index_add_(0, flat.part_of_row, found)
         return sums
 
     def call(self, function: Callable[..., Result], *args: Any) -> Result:
@@ -546,7 +544,7 @@ class Graphs:
             made = matrix_outputs(algorithm, leaves, self._is_batch)
             for i, output in zip(singles, made, strict=True):
                 outputs[number, i] = output
-        kind = self._kind(number, is_flat=False)
+        kind = self._kind(number)
         for i in singles:
             g = self._gradient(bound, i, grads[i])
             assert g is not None
@@ -560,9 +558,7 @@ class Graphs:
         flat = bound.flat
         if flat is None or flat.members[0] not in members:
             return
-        kind = self._kind(number, is_flat=True)
-        g = flat.gather_gradients([grads[i] for i in flat.members])
-        tensors = [*self._tables[number], flat.index, flat.x, g]
+        tensors = [*self._rows_of(number, flat), flat.x, flat.g]
         tensors += [] if flat.numbers is None else [flat.numbers]
         if kind.has_output:
             output = torch.empty_like(flat.x, dtype=batch_dtype(algorithm, flat.x))
@@ -588,7 +584,7 @@ class Graphs:
         bound = self._bound[number]
         if not bound.singles and bound.flat is None:
             return
-        kind = self._kind(number, is_flat=False)._replace(has_output=False)
+        kind = self._kind(number)._replace(has_output=False)
         for i in members:
             if i in bound.singles:
                 o = self._gradient(bound, i, directions[number, i])
@@ -598,8 +594,8 @@ class Graphs:
         flat = bound.flat
         if flat is not None and flat.members[0] in members:
             o = flat.gather_directions([directions[number, i] for i in flat.members])
-            tensors = [*self._tables[number], flat.index, flat.x, o]
-            self.compute(apply, kind._replace(is_flat=True), tensors)
+            tensors = [*self._rows_of(number, flat), flat.x, o]
+            self.compute(apply, kind, tensors)
             flat.scatter_params()
 
     def finish(self) -> None:
@@ -631,14 +627,19 @@ class Graphs:
         x = bound.group.leaves[i].x
         return bound.gradient(i, torch.zeros_like(x) if g is None else g)
 
-    def _kind(self, number: int, is_flat: bool) -> Kind:
+    def _rows_of(self, number: int, flat: FlatSet) -> list[Tensor]:
+        """Return ok and scalars of the rows of small tensors."""
+        return [
+            table.index_select(0, flat.part_of_row) for table in self._tables[number]
+        ]
+
+    def _kind(self, number: int) -> Kind:
         bound = self._bound[number]
         algorithm = bound.group.algorithm
         return Kind(
             bound.formula,
             bound.symbols,
             self._tables[number][1].shape[1],
-            is_flat,
             bound.group.leaves[0].numbers is not None,
             algorithm.matrix_only and (algorithm.makes_matrix or self._is_batch),
         )
