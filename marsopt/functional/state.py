@@ -32,7 +32,7 @@ from marsopt.rules.checks import Number
 from marsopt.rules.dtypes import working_dtype
 from marsopt.step.owners import Collectives, Tensors
 from marsopt.step.step import Group, Leaf
-from marsopt.step.tables import Decision, Inputs, Numbers
+from marsopt.step.tables import Decision, Inputs
 
 
 class State(NamedTuple):
@@ -230,7 +230,6 @@ def bind(
     g = leaves.matching(grads, "grads")
     if gamma is None:
         gamma = 0.0 if algorithm.correction is None else algorithm.correction.gamma
-    numbers = Numbers(algorithm, lr, gamma)
     of_dtypes: dict[torch.dtype, list[int]] = {}
     step_leaves = []
     for i, (x, leaf) in enumerate(zip(leaves.pieces(tensors), tensors, strict=True)):
@@ -254,7 +253,7 @@ def bind(
         shapes = [leaves.shapes[i] for i in positions]
         index = index_of_leaves(algorithm, shapes, of_group)
         num = sum(len(leaf.params) for leaf in of_group)
-        inputs = Inputs(numbers, index, state.t.expand(num), dtype)
+        inputs = Inputs(algorithm, lr, gamma, index, state.t.expand(num), dtype)
         group = Group(algorithm, of_group, inputs, count)
         bound.append(Bound(group, [g[i] for i in positions], positions))
     return bound

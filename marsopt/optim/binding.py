@@ -34,8 +34,7 @@ from marsopt.step.owners import LOCAL, Collectives, Owned, OwnerBuffer, Tensors
 from marsopt.step.step import Gradients, Group
 from marsopt.step.tables import (
     Decision,
-    GroupNumbers,
-    Inputs,
+    GroupInputs,
     formula,
     largest_square,
 )
@@ -204,8 +203,7 @@ class Binding:
         dtype = working_dtype(members[0].piece)
         # a component of a user may read its own numbers
         algorithm = kind.algorithm if kind.is_shared else values.algorithms[0]
-        numbers_in = GroupNumbers(kind, values.values, by_norm)
-        inputs = Inputs(numbers_in, index, t, dtype)
+        inputs = GroupInputs(kind, values.values, by_norm, index, t, dtype)
         return BoundFormula(
             algorithm, leaves, inputs, members=members, values=values, counts=counts
         )

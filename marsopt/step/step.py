@@ -28,6 +28,7 @@ from marsopt.step.owners import LOCAL, Collectives, Request, Tensors
 from marsopt.step.parts import Parts
 from marsopt.step.tables import (
     Decision,
+    GroupInputs,
     Inputs,
     StepScalars,
     decide,
@@ -78,7 +79,7 @@ class Group:
 
     algorithm: Algorithm  # asked for formulas, not for numbers
     leaves: Sequence[Leaf]
-    inputs: Inputs
+    inputs: Inputs | GroupInputs
     num_steps: int = 0  # taken before this one, as the host counts them
 
     def __post_init__(self) -> None:

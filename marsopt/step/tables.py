@@ -161,41 +161,40 @@ def _on(device: torch.device, numbers: Sequence[Any]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
-class Numbers(NamedTuple):
-    """The hyperparameters of one formula in one step: numbers, 0-D tensors, or (N,)
-    tensors with one of each norm.
-    """
+class Inputs(NamedTuple):
+    """The arguments of ``decide`` of one formula."""
 
-    algorithm: Algorithm
-    lr: Number
+    algorithm: Algorithm  # with its hyperparameters, as lr and gamma:
+    lr: Number  # a number, a 0-D tensor, or (N,) with a value of each norm
     gamma: Number
+    rows: Index
+    t: Tensor  # (tensors,) steps that each tensor has taken
+    dtype: torch.dtype  # working dtype of its tensors, and of its table
+
+    def read(self) -> Inputs:
+        return self
 
 
-class GroupNumbers(NamedTuple):
-    """The hyperparameters of one formula as a graph reads them: a row for each of G
-    param groups.
+class GroupInputs(NamedTuple):
+    """``Inputs`` with the hyperparameters as a graph reads them: a row of a table for
+    each of G param groups.
     """
 
     formula: Formula
     values: Tensor  # (G, K): lr, gamma, and the numbers of the algorithm in their order
     group_of_norm: Tensor | None  # (N,) int64; None: there is one group
+    rows: Index
+    t: Tensor
+    dtype: torch.dtype
 
-    def read(self) -> Numbers:
+    def read(self) -> Inputs:
         """Return the columns."""
         if self.group_of_norm is None:
             lr, gamma, *rest = self.values[0].unbind()
         else:
             lr, gamma, *rest = self.values[self.group_of_norm].unbind(1)
-        return Numbers(with_numbers(self.formula.algorithm, iter(rest)), lr, gamma)
-
-
-class Inputs(NamedTuple):
-    """The arguments of ``decide`` of one formula."""
-
-    numbers: Numbers | GroupNumbers
-    rows: Index
-    t: Tensor  # (tensors,) steps that each tensor has taken
-    dtype: torch.dtype  # working dtype of its tensors, and of its table
+        algorithm = with_numbers(self.formula.algorithm, iter(rest))
+        return Inputs(algorithm, lr, gamma, self.rows, self.t, self.dtype)
 
 
 # ---- scalars out ---------------------------------------------------------------------
@@ -236,8 +235,9 @@ class StepScalars(NamedTuple):
 def num_columns(algorithm: Algorithm) -> int:
     """Return how many scalars a part has."""
     one = torch.ones(1)
-    numbers = Numbers(with_numbers(algorithm, repeat(one)), one, one)
-    read = Read(numbers, Index(1, *[None] * 5), torch.zeros(1), one.dtype)
+    index = Index(1, *[None] * 5)
+    numbers = with_numbers(algorithm, repeat(one))
+    read = Inputs(numbers, one, one, index, torch.zeros(1), one.dtype)
     weights = (one,) if algorithm.h_from is None else (one, one)
     return len(_columns(read, one, weights)) + algorithm.matrix_only
 
@@ -261,7 +261,7 @@ def scalar_dtype(device: torch.device) -> torch.dtype:
 
 
 def statistics(
-    inputs: Sequence[Inputs],
+    inputs: Sequence[Inputs | GroupInputs],
     products: Sequence[Float[Tensor, "_ _"]],
     live: Bool[Tensor, " n"] | None,
 ) -> Float[Tensor, "n width"]:
@@ -301,7 +301,7 @@ class Clips(NamedTuple):
     squares: list[Tensor]  # of every formula, of the norms of c
 
 
-def clips_of(inputs: Sequence[Read], sums: Tensor, max_norm: Number | None) -> Clips:
+def clips_of(inputs: Sequence[Inputs], sums: Tensor, max_norm: Number | None) -> Clips:
     """Return the clips by complete sums; a tensor that has a gradient on no rank has
     sums of zero.
     """
@@ -318,7 +318,9 @@ def clips_of(inputs: Sequence[Read], sums: Tensor, max_norm: Number | None) -> C
     return Clips(sums, square, a, norms, weights, [squares for _, squares in weighed])
 
 
-def decide(inputs: Sequence[Inputs], sums: Tensor, max_norm: Number | None) -> Decision:
+def decide(
+    inputs: Sequence[Inputs | GroupInputs], sums: Tensor, max_norm: Number | None
+) -> Decision:
     """Decide about a step from the complete sums: the clips, whether everything is
     finite (learning rates in tensors, too), and each formula's table of scalars, for
     all its parts at once.
@@ -329,13 +331,13 @@ def decide(inputs: Sequence[Inputs], sums: Tensor, max_norm: Number | None) -> D
     A tensor that has a gradient on no rank stays as it is; if some ranks have none,
     theirs counts as zero, so that all ranks go on with equal values.
     """
-    read = read_numbers(inputs)
+    read = [i.read() for i in inputs]
     clips = clips_of(read, sums, max_norm)
     finite = torch.isfinite(clips.sums).all()
-    for (numbers, *_, dtype), squares in zip(read, clips.squares, strict=True):
-        if isinstance(numbers.lr, Tensor):
-            finite = finite & torch.isfinite(numbers.lr).all()
-        finite = finite & (squares <= largest_square(numbers.algorithm, dtype)).all()
+    for i, squares in zip(read, clips.squares, strict=True):
+        if isinstance(i.lr, Tensor):
+            finite = finite & torch.isfinite(i.lr).all()
+        finite = finite & (squares <= largest_square(i.algorithm, i.dtype)).all()
     decision = Decision(clips.square.sqrt(), finite, [], [], [], [])
     for i, part, weights in zip(read, clips.norms, clips.weights, strict=True):
         moves = (part[:, -1] > 0) & finite
@@ -349,7 +351,7 @@ def decide(inputs: Sequence[Inputs], sums: Tensor, max_norm: Number | None) -> D
 
 
 def decide_alone(
-    inputs: Sequence[Inputs],
+    inputs: Sequence[Inputs | GroupInputs],
     products: Sequence[Tensor],
     live: Tensor | None,
     max_norm: Number | None,
@@ -361,39 +363,22 @@ def decide_alone(
     return sums, decide(inputs, sums, max_norm)
 
 
-class Read(NamedTuple):
-    """``Inputs`` with numbers that were read from the table of groups."""
-
-    numbers: Numbers
-    rows: Index
-    t: Tensor
-    dtype: torch.dtype
-
-
-def read_numbers(inputs: Sequence[Inputs]) -> list[Read]:
-    """Return the inputs with the numbers of each norm."""
-    return [
-        Read(n.read() if isinstance(n, GroupNumbers) else n, rows, t, dtype)
-        for n, rows, t, dtype in inputs
-    ]
-
-
 def clip_factors(
-    inputs: Sequence[Inputs], sums: Tensor, max_norm: Number | None
+    inputs: Sequence[Inputs | GroupInputs], sums: Tensor, max_norm: Number | None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the factors of all clips that ``decide`` makes of the same arguments: the
     sums of gradients (norms, pairs + 1), the factor of the global clip, 0-D, and for
     every formula the factor of each norm's own clip (N,).
     """
-    read = read_numbers(inputs)
+    read = [i.read() for i in inputs]
     clips = clips_of(read, sums, max_norm)
     factors = []
     for i, part, (of_g, *_) in zip(read, clips.norms, clips.weights, strict=True):
-        correction = i.numbers.algorithm.active_correction
+        correction = i.algorithm.active_correction
         unclipped = clips.global_factor
         if correction is not None:
             beta1 = _beta1(i, part.dtype)
-            of_c, *_ = correction.coefficients(beta1, i.numbers.gamma)
+            of_c, *_ = correction.coefficients(beta1, i.gamma)
             unclipped = unclipped * of_c
         factor = of_g / unclipped  # 0 / 0 where an infinite norm makes a 0
         factors.append(torch.where(of_g == 0, 1.0, factor))
@@ -412,44 +397,43 @@ def largest_square(algorithm: Algorithm, dtype: torch.dtype) -> float:
 
 
 def _weights(
-    inputs: Read, sums: Tensor, a: Tensor
+    inputs: Inputs, sums: Tensor, a: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return the weights of g and h in c, and the squared norms of c, or of g where c
     is that, before the global clip.
     """
-    correction = inputs.numbers.algorithm.active_correction
+    correction = inputs.algorithm.active_correction
     if correction is None:
         return (a * torch.ones_like(sums[:, 0]),), sums[:, 0]
     beta1 = _beta1(inputs, sums.dtype)
-    return correction.weights(beta1, inputs.numbers.gamma, a, sums[:, :-1])
+    return correction.weights(beta1, inputs.gamma, a, sums[:, :-1])
 
 
-def _steps(inputs: Read, dtype: torch.dtype) -> Tensor:
+def _steps(inputs: Inputs, dtype: torch.dtype) -> Tensor:
     """Return the number of this step, t = 1, 2, ..., of each norm (N,)."""
     return inputs.rows.of_norms(inputs.t.to(dtype) + 1)
 
 
-def _beta1(inputs: Read, dtype: torch.dtype) -> Number:
+def _beta1(inputs: Inputs, dtype: torch.dtype) -> Number:
     """Return the decay of the first moment in this step, a number or (N,)."""
-    preconditioner = inputs.numbers.algorithm.preconditioner
+    preconditioner = inputs.algorithm.preconditioner
     t = _steps(inputs, dtype)
     beta1: Number = at(preconditioner.beta1, t, preconditioner.log_time)
     return beta1
 
 
-def _columns(inputs: Read, a: Tensor, weights: tuple[Tensor, ...]) -> list[Tensor]:
+def _columns(inputs: Inputs, a: Tensor, weights: tuple[Tensor, ...]) -> list[Tensor]:
     """Return the columns of a table, each 0-D or (N,), as ``StepScalars`` reads them,
     but for ``scale``.
     """
-    numbers, t = inputs.numbers, _steps(inputs, a.dtype)
-    algorithm = numbers.algorithm
+    algorithm, t = inputs.algorithm, _steps(inputs, a.dtype)
     columns = [a] if algorithm.h_from == "step" else []
     columns += weights
     if algorithm.stochastic_rounding:  # 16 bits are exact in every working dtype
         key = rounding.step_key(t)
         columns += [half.to(a.dtype) for half in (key >> 16, key & HALF)]
     unit = torch.ones_like(a)
-    rule = algorithm.scalars(t, numbers.lr, numbers.gamma)
+    rule = algorithm.scalars(t, inputs.lr, inputs.gamma)
     return columns + [value * unit for value in rule]
 
 
