@@ -28,6 +28,7 @@ from marsopt.optim.groups import (
     split_group,
     validate_group,
 )
+from marsopt.optim.loading import as_tensor
 from marsopt.optim.numbers import GroupValues
 from marsopt.optim.state_dict import check_ids, to_restore, under_loaded
 from marsopt.optim.statistics import LastStep
@@ -395,7 +396,7 @@ class BoundOptimizer(Optimizer):
         for p, key, owns, sizes in binding.owned_entries():
             entry = dict(entries.get(ids[p], {}))
             if key in entry:
-                whole = torch.as_tensor(entry[key])
+                whole = as_tensor(entry[key])
                 shape = sum(sizes), *self.state[p][key].shape[1:]
                 # 0.4 has moments of rows shaped as the parameter's first dims
                 is_of_rows = whole.shape == p.shape[: whole.ndim]

@@ -22,6 +22,7 @@ from marsopt.functional.buffers import (
     start_beside,
 )
 from marsopt.optim.groups import labels, moves, structure
+from marsopt.optim.loading import as_tensor
 from marsopt.optim.numbers import FormulaValues, GroupValues
 from marsopt.optim.state_dict import STAGE_COUNT, State
 from marsopt.rules.algorithm import Algorithm
@@ -369,7 +370,7 @@ class Binding:
         for group in self.groups:
             for leaf in group.leaves:
                 live += [next(has)] * leaf.parts.num_norms
-        mask = torch.tensor(live).to(device, non_blocking=True)
+        mask = torch.tensor(live, device="cpu").to(device, non_blocking=True)
         if len(self._live) < PATTERNS:  # a tensor that a graph has captured stays
             self._live[pattern] = mask
         return mask
@@ -515,7 +516,7 @@ def _held_steps(state: State, params: Sequence[Tensor], like: Tensor) -> list[Te
         ):
             number = torch.zeros_like(like)
             if before is not None:
-                number.copy_(torch.as_tensor(before).reshape(like.shape))
+                number.copy_(as_tensor(before).reshape(like.shape))
             state[p]["step"] = number
     return [state[p]["step"] for p in params]
 
@@ -527,8 +528,8 @@ def _view_steps(state: State, params: Sequence[Tensor], t: Tensor) -> None:
     views = t.unbind()
     for p, view in zip(params, views, strict=True):
         before = state[p].get("step")
-        if before is not None and is_fake(torch.as_tensor(before)) == is_fake(t):
-            view.copy_(torch.as_tensor(before).reshape(()))
+        if before is not None and is_fake(as_tensor(before)) == is_fake(t):
+            view.copy_(as_tensor(before).reshape(()))
         state[p]["step"] = view
 
 

@@ -27,6 +27,13 @@ class Item(NamedTuple):
     value: Any
 
 
+def as_tensor(value: Any) -> Tensor:
+    """Return a value of a state dict as a tensor: where it is, or on the CPU."""
+    if isinstance(value, Tensor):
+        return value
+    return torch.as_tensor(value, device="cpu")
+
+
 def check_is_of_optimizer(saved: Any) -> None:
     """Check that ``saved`` is an optimizer's state dict.
 
@@ -72,7 +79,7 @@ def check_shapes(
             round.
     """
     for key, tensor in present.items():
-        value = torch.as_tensor(saved[key])
+        value = as_tensor(saved[key])
         if value.shape != tensor.shape:
             raise ValueError(
                 f"got {key} of shape {tuple(value.shape)} for {label}, expected "
@@ -111,7 +118,7 @@ def check_values(
     for p, key, tensor, value in items:
         if p not in rows:
             continue
-        piece = collectives.local(torch.as_tensor(value)).to(tensor.dtype)
+        piece = collectives.local(as_tensor(value)).to(tensor.dtype)
         wrong[rows[p], 0] += piece.isfinite().logical_not().any()
         if key in nonnegative:
             wrong[rows[p], 1] += (piece < 0).any()

@@ -161,7 +161,7 @@ class FormulaValues:
                     put(cell, number)
             return
         plain = [[0.0 if isinstance(n, Tensor) else n for n in row] for row in rows]
-        host = torch.tensor(plain, dtype=self.values.dtype)
+        host = torch.tensor(plain, dtype=self.values.dtype, device="cpu")
         self.values.copy_(host, non_blocking=True)
         for row, numbers in zip(self.values, rows, strict=True):
             for column, number in enumerate(numbers):

@@ -234,10 +234,10 @@ class StepScalars(NamedTuple):
 
 def num_columns(algorithm: Algorithm) -> int:
     """Return how many scalars a part has."""
-    one = torch.ones(1)
+    one = torch.ones(1, device="cpu")
     index = Index(1, *[None] * 5)
     numbers = with_numbers(algorithm, repeat(one))
-    read = Inputs(numbers, one, one, index, torch.zeros(1), one.dtype)
+    read = Inputs(numbers, one, one, index, one, one.dtype)
     weights = (one,) if algorithm.h_from is None else (one, one)
     return len(_columns(read, one, weights)) + algorithm.matrix_only
 
