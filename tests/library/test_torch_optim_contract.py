@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from marsopt import MARS
 from marsopt.functional.routing import all_hyperparameters
+from marsopt.rules.registry import REGISTRY
 from marsopt.step.compiling import announce
 from tests import stacking
 from tests.processes import spawn
@@ -563,6 +564,28 @@ def test_tied_weights_come_once():
     model[1].weight = model[0].weight
     matrices, biases = MARS(model.parameters(), compile=False).param_groups
     assert (len(matrices["params"]), len(biases["params"])) == (1, 2)
+
+
+# ---- whatever torch's default device is --------------------------------------------
+
+
+@pytest.mark.parametrize("mars_type", REGISTRY)
+def test_a_default_device_has_no_part_in_it(mars_type):
+    """Built, stepped, saved and loaded under one on which nothing can be read."""
+    a, b = parameters(), parameters()
+    options = dict(lr=LR, mars_type=mars_type, stochastic_rounding=True)
+    options |= dict(state_dtype=torch.bfloat16, clip=None, max_norm=1.0)
+    plain = build(a, "eager", **options)
+    run(plain, a, range(3))
+    nowhere = torch.device("meta")
+    with nowhere:
+        optimizer = build(b, "eager", **options)
+    for seed in range(3):
+        fill(b, seed)
+        with nowhere:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.step()
+    equal(a, b, 0.0)
 
 
 # ---- the authors' loop -------------------------------------------------------------
