@@ -14,9 +14,8 @@ from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import Buffer, owned_parts, owned_shapes
 from marsopt.rules.dtypes import default_state_dtype
 from marsopt.rules.rounding import NARROW
-from marsopt.step.owners import Collectives, MatrixParam, Owned
+from marsopt.step.owners import Collectives, MatrixParam, Owned, flat_indices
 from marsopt.step.parts import (
-    element_numbers,
     has_several_parts,
     parts_of,
     positions_of,
@@ -58,8 +57,8 @@ def owned_starts(
 def start_at_owner(
     algorithm: Algorithm, buffer: Buffer, p: Tensor, owns: Owned
 ) -> Tensor:
-    """Return the start of an owner's buffer of those matrices of a parameter that have
-    their owner here.
+    """Return the start of an owner's buffer, of a parameter's matrices that have their
+    owner here.
     """
     kwargs: dict[str, Any] = dict(dtype=algorithm.dtype_of(buffer, p), device=p.device)
     shapes = owned_shapes(algorithm.matrices, p.shape, buffer)
@@ -106,7 +105,7 @@ def leaf_of(
     Args:
         algorithm: the algorithm that moves it.
         shape: of one whole parameter.
-        x: the piece that lies here, or with ``is_stack`` a stack of such.
+        x: the piece that lies here, or with ``is_stack`` a stack of pieces.
         buffers: by symbol, like x.
         params: the parameters, as the user holds them.
         collectives: of the ranks that hold the parameters.
@@ -120,7 +119,8 @@ def leaf_of(
     if algorithm.stochastic_rounding:
         positions = positions_of(shape, piece.shape, cuts, parts)
         if positions is None:
-            numbers = element_numbers(shape, cuts, x.device).repeat(len(params))
+            numbers = flat_indices(shape, cuts, x.device).flatten()
+            numbers = numbers.repeat(len(params))
         else:
             rows = positions * len(params)
             numbers = torch.tensor(rows, dtype=torch.int64, device=x.device)
@@ -177,6 +177,30 @@ def check_unflattened(x: Tensor, what: str) -> None:
             "(fully_shard) and pass collectives=MeshCollectives(mesh), or use "
             "DistributedDataParallel"
         )
+
+
+def check_overlap(labelled: Sequence[tuple[Tensor, str]]) -> None:
+    """Raise ValueError if two parameters share memory: each would move it.
+
+    Parameters that are not contiguous (columns of one matrix) are not checked.
+    """
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for p, label in labelled:
+        if p.numel() and p.is_contiguous() and p.device.type != "meta":
+            start = int(p.storage_offset()) * p.itemsize
+            storage = p.untyped_storage()._cdata
+            spans.setdefault(storage, []).append((start, start + p.nbytes, label))
+    for intervals in spans.values():
+        intervals.sort()
+        for (_, end, label), (start, _, other) in zip(
+            intervals, intervals[1:], strict=False
+        ):
+            if start < end:
+                raise ValueError(
+                    f"got {label} and {other} in the same memory, expected parameters "
+                    "of their own: tie weights by using one Parameter twice, as "
+                    "GPT-2's head and embedding do"
+                )
 
 
 def check_parameter(

@@ -8,14 +8,14 @@ from marsopt.functional.options import Options, RuleName
 from marsopt.functional.routing import (
     algorithm_of,
     all_hyperparameters,
+    assembled,
     check_suits,
     check_taken,
     of_matrices,
     of_rest,
 )
 from marsopt.functional.rule import Rule
-from marsopt.rules.hyperparameters import arguments, check_names, check_values
-from marsopt.rules.matrices import Matrices
+from marsopt.rules.hyperparameters import check_names, check_values
 from marsopt.rules.registry import correction_named, named, resolve
 
 
@@ -64,20 +64,12 @@ def rule(name: RuleName, **options: Unpack[Options]) -> Rule:
     check_values(row.options, options)  # whether they are read or not
     given: dict[str, Any] = {**options}
     given = row.log_time_options(given.get("log_time")) | given
-    correction = None
-    if row.is_mars:
-        chosen = resolve(given.get("is_approx", True), given.get("correction"))
-        kind = correction_named(chosen)
-        check_suits(row, kind, {k: given[k] for k in given.keys() - row.table})
-        correction = kind(**arguments(kind, given))
-    algorithm = row.algorithm(
-        correction=correction,
-        state_dtype=given.get("state_dtype"),
-        stochastic_rounding=given.get("stochastic_rounding", False),
-        matrices=Matrices(**arguments(Matrices, given)),
-        **arguments(row.preconditioner, given),
+    kind = correction_named(
+        resolve(given.get("is_approx", True), given.get("correction"))
     )
-    return Rule(matrix=algorithm, max_norm=given.get("max_norm"))
+    if row.is_mars:
+        check_suits(row, kind, {k: given[k] for k in given.keys() - row.table})
+    return Rule(matrix=assembled(row, kind, given), max_norm=given.get("max_norm"))
 
 
 def mars(*, mars_type: RuleName = "mars-adamw", **options: Unpack[Options]) -> Rule:

@@ -13,7 +13,7 @@ from marsopt.rules.matrices import Kind
 from marsopt.step.owners import Collectives
 
 # The rules that this package registers. A rule of your own has a name that a type
-# checker does not know: "# type: ignore" where it is used.
+# checker does not know: write "# type: ignore" beside it.
 RuleName = Literal[
     "adamw",
     "nadamw",

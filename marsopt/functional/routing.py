@@ -136,7 +136,7 @@ def _all_hyperparameters(
     for correction in (*corrections, Correction):
         lines |= shared_hyperparameters(correction)
     lines |= table(Rest)
-    shared = lines.keys() - {"betas", "weight_decay"}  # whose defaults rules share
+    shared = lines.keys() - {"betas", "weight_decay"}  # rules share their defaults
     for preconditioner in preconditioners:
         for name, line in table(preconditioner).items():
             if line.beta is not None or name in shared:
@@ -152,7 +152,7 @@ def check_suits(
     """Check that a rule and a correction have the hyperparameters in ``values``.
 
     Raises:
-        ValueError: one is of other rules or corrections.
+        ValueError: another rule or correction has one of them.
     """
     suitable = {**hyperparameters_of(row.preconditioner, correction), **table(Rest)}
     known = all_hyperparameters()
@@ -301,9 +301,17 @@ def algorithm_of(values: Mapping[str, Any]) -> Algorithm:
     known = {n: line for n, line in all_hyperparameters().items() if line.is_whole}
     known |= hyperparameters_of(row.preconditioner, kind)
     check_values(known, values)  # whether they are read or not
-    correction = kind(**arguments(kind, values))
+    kind(**arguments(kind, values))  # checks
+    return assembled(row, kind, values)
+
+
+def assembled(
+    row: NamedRule, correction: type[Correction], values: Mapping[str, Any]
+) -> Algorithm:
+    """Return the algorithm of a rule; a baseline has no correction."""
+    choice = Choice(**arguments(Choice, values))
     return row.algorithm(
-        correction=correction if row.is_mars else None,
+        correction=correction(**arguments(correction, values)) if row.is_mars else None,
         state_dtype=choice.state_dtype,
         stochastic_rounding=choice.stochastic_rounding,
         matrices=Matrices(**arguments(Matrices, values)),

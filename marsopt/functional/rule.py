@@ -184,7 +184,7 @@ class Rule:
             if side == "rest" and self.rest_ratio is not None:
                 side_lr = lr * self.rest_ratio
             before = count
-            if before is None:  # where the algorithm has to know it on the host
+            if before is None:  # the host has to know it if work differs between steps
                 before = int(states[side].t) if algorithm.has_stages else 0
             groups = bind(
                 leaves, grads, reference, states[side], side_lr, gamma, before

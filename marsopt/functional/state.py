@@ -90,7 +90,7 @@ class Leaves:
         parameters'.
 
         Raises:
-            ValueError: one has another shape or dtype.
+            ValueError: a leaf has another shape or dtype.
         """
         other = subtree(tree, self._part)
         for name, x in zip(self.names, self.tensors, strict=True):
@@ -173,8 +173,8 @@ def held(leaves: Leaves, symbol: str, state: State) -> list[Tensor]:
     saved by a rule of another ``state_dtype``.
 
     Raises:
-        ValueError: the state has none of this symbol, or one with other names or shapes
-            than the parameters'.
+        ValueError: the state has no buffer of this symbol, or its names or shapes are
+            not the parameters'.
     """
     if symbol not in state.buffers:
         raise ValueError(
@@ -209,7 +209,7 @@ def bind(
     gamma: Number | None,
     count: int,
 ) -> list[Bound]:
-    """Return the leaves as groups of a step, one for each working dtype.
+    """Return the leaves as groups of a step, a group for each working dtype.
 
     Args:
         leaves: of one algorithm.
@@ -289,7 +289,7 @@ def unbind(
     for symbol in algorithm.kept:
         if symbol in at_owner:
             n = at_owner.index(symbol)
-            # new tensors for all: nothing is written where it lies
+            # new tensors for all: nothing is written in place
             by_leaf = [[o[n] for o in of_leaf if o is not None] for of_leaf in owned]
             tensors = [leaves.joined(rows) for rows in by_leaf]
         else:

@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from marsopt.functional.buffers import check_parameter
-from marsopt.functional.stacks import empty_stacks, group_by
 
 Tree = Sequence[Tensor] | Mapping[str, Tensor]
 Name = Any  # of a leaf: a key of a mapping, or a position in a sequence
@@ -37,7 +36,7 @@ WRAPPERS = re.compile(
 
 @dataclass(frozen=True)
 class Packing:
-    """Which leaf lies where."""
+    """The place of each leaf in the stacks."""
 
     names: tuple[Name, ...]  # of the leaves, in their own order
     is_mapping: bool
@@ -65,11 +64,10 @@ class FlatGroup(Mapping[str, Tensor]):
 
     A mapping from a stack's name to its tensor, and a pytree: it passes through
     torch.func, torch.compile and ``tree_map``. Each leaf keeps its own norm, clip and
-    route. ``stacks`` are views of one contiguous buffer per dtype if ``pack`` made
-    them.
+    route.
 
     Args:
-        packing: which leaf lies where; ``pack`` makes it.
+        packing: the place of each leaf; ``pack`` makes it.
         stacks: tensors (L, *shape), one for each shape and dtype of leaves.
 
     Example:
@@ -92,8 +90,8 @@ class FlatGroup(Mapping[str, Tensor]):
 
         Raises:
             TypeError: no sequence or mapping of tensors.
-            ValueError: no tensors, tensors on several devices, a DTensor, or one that
-                no rule can move.
+            ValueError: no tensors, tensors on several devices, a DTensor, or a tensor
+                that no rule can move.
         """
         leaves, called = flatten(params, "params"), names(params)
         if not leaves:
@@ -103,20 +101,16 @@ class FlatGroup(Mapping[str, Tensor]):
             )
         for name, x in zip(called, leaves, strict=True):
             _check(x, name, leaves[0].device)
-        members = group_by([(x.shape, x.dtype) for x in leaves])
-        if any(map(is_functorch_wrapped_tensor, leaves)):  # in grad, vmap or jvp
-            stacks = [torch.stack([leaves[i] for i in m]) for m in members]
-        else:
-            stacks = empty_stacks(
-                [(len(m), *leaves[m[0]].shape) for m in members],
-                [leaves[m[0]].dtype for m in members],
-                leaves[0].device,
-            )
-            with torch.no_grad():
-                for stack, m in zip(stacks, members, strict=True):
-                    torch._foreach_copy_(list(stack.unbind()), [leaves[i] for i in m])
+        members: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
+        for i, x in enumerate(leaves):
+            members.setdefault((x.shape, x.dtype), []).append(i)
+        if not any(map(is_functorch_wrapped_tensor, leaves)):  # in grad, vmap or jvp
+            leaves = [x.detach() for x in leaves]
+        stacks = [torch.stack([leaves[i] for i in m]) for m in members.values()]
         packing = Packing(
-            tuple(called), isinstance(params, Mapping), tuple(map(tuple, members))
+            tuple(called),
+            isinstance(params, Mapping),
+            tuple(map(tuple, members.values())),
         )
         return cls(packing, stacks)
 

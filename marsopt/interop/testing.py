@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from marsopt.functional.buffers import start_at_owner
 from marsopt.functional.state import Leaves, new_state
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.correction import Correction
 from marsopt.rules.lion import Lion
 from marsopt.rules.preconditioner import MatrixInput, Preconditioner
-from marsopt.step.owners import LOCAL
+from marsopt.step.owners import LOCAL, Owned
 
 __all__ = ["check_component"]
 
@@ -74,7 +75,7 @@ def _part(
     Raises:
         ValueError: the algorithm takes only matrices, and this is no shape of a matrix.
     """
-    leaves = Leaves(algorithm, [torch.zeros(*shape)], None, LOCAL)
+    leaves = Leaves(algorithm, [torch.zeros(*shape, device="cpu")], None, LOCAL)
     state, x = new_state(leaves), leaves.tensors[0]
     symbols = [s for s, b in algorithm.kept.items() if b.home == "shard"]
     buffers = {s: leaves.matching(state.buffers[s], s) for s in symbols}
@@ -93,8 +94,8 @@ def _check_next_h(
 
 
 def _scalars(algorithm: Algorithm, x: Tensor) -> tuple[Tensor, ...]:
-    unit = torch.ones(1, 1, dtype=x.dtype)
-    values = algorithm.scalars(torch.ones(1, dtype=x.dtype), 1e-3, 0.0)
+    unit = torch.ones(1, 1, dtype=x.dtype, device="cpu")
+    values = algorithm.scalars(torch.ones(1, dtype=x.dtype, device="cpu"), 1e-3, 0.0)
     return tuple((value * unit).to(x.dtype) for value in values)
 
 
@@ -121,14 +122,11 @@ def _check_matrices(algorithm: Algorithm, whole: torch.Size) -> None:
     ((_, shape),) = algorithm.matrices.shapes_in(whole)
     preconditioner = algorithm.matrix_preconditioner
     who, buffers = type(preconditioner).__name__, preconditioner.buffers
-    matrix = torch.zeros(shape)
-    owned = {}
-    for symbol in preconditioner.owned:
-        size = buffers[symbol].shape(shape, algorithm.matrices)
-        dtype = algorithm.dtype_of(buffers[symbol], matrix)
-        owned[symbol] = matrix.new_zeros(size, dtype=dtype)
-        if buffers[symbol].start == "identity":
-            owned[symbol] = torch.eye(size[-1], dtype=dtype)
+    matrix = torch.zeros(shape, device="cpu")
+    owned = {
+        symbol: start_at_owner(algorithm, buffers[symbol], matrix, Owned((0,)))[0]
+        for symbol in preconditioner.owned
+    }
     given = MatrixInput(matrix, tuple(owned.values()))
     with _unwritten(f"{who}.at_owner", {"matrix": matrix, **owned}):
         (result,) = preconditioner.at_owner([given], preconditioner.stage(0, 0))
@@ -139,7 +137,10 @@ def _check_matrices(algorithm: Algorithm, whole: torch.Size) -> None:
         stays = {k: v for k, v in owned.items() if after.get(k, v) is None}
         cast = {k: v.to(owned[k].dtype) for k, v in after.items() if v is not None}
         _compare(f"{who}.at_owner", cast | stays, owned, owned)
-    x, scale = torch.zeros(1, shape.numel()), torch.ones(1, 1)
+    x, scale = (
+        torch.zeros(1, shape.numel(), device="cpu"),
+        torch.ones(1, 1, device="cpu"),
+    )
     with _unwritten(f"{who}.apply", {"x": x}):
         s = _scalars(algorithm, x)
         new = preconditioner.apply(x, torch.zeros_like(x), s, scale)

@@ -184,16 +184,10 @@ if BaseOptimizer is not None:
             )
             groups = []
             for group in params:
-                named_params = zip(group["param_names"], group["params"], strict=True)
-                parts: dict[bool, list[tuple[str, Any]]] = {True: [], False: []}
-                for name, p in named_params:
-                    parts[by_name(name) is not None].append((name, p))
-                numbers = {True: beside, False: layers}
-                groups += [
-                    {**numbers[is_beside], "params": pairs}
-                    for is_beside, pairs in parts.items()
-                    if pairs
-                ]
+                pairs = list(zip(group["param_names"], group["params"], strict=True))
+                for numbers, is_beside in ((beside, True), (layers, False)):
+                    own = [x for x in pairs if (by_name(x[0]) is not None) == is_beside]
+                    groups += [{**numbers, "params": own}] if own else []
             MARS.__init__(self, **_arguments(groups, whole))
 
 

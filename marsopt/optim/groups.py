@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from marsopt.functional.buffers import check_parameter
+from marsopt.functional.buffers import check_overlap, check_parameter
 from marsopt.functional.routing import (
     Rest,
     algorithm_of,
@@ -20,7 +20,6 @@ from marsopt.functional.routing import (
     of_rest,
     shared_hyperparameters,
 )
-from marsopt.functional.stacks import check_overlap
 from marsopt.optim.state_dict import State
 from marsopt.rules import checks
 from marsopt.rules.algorithm import Algorithm

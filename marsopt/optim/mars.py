@@ -24,7 +24,7 @@ from marsopt.rules.matrices import Kind
 from marsopt.step.compiling import named_range
 from marsopt.step.owners import LOCAL, Collectives, check_collectives
 from marsopt.step.step import advance, assess
-from marsopt.step.tables import global_clip
+from marsopt.step.tables import global_clip_of
 
 log = logging.getLogger(__name__)
 
@@ -350,7 +350,7 @@ class MARS(BoundOptimizer):
         if self._max_norm is not None:
             scale = 1.0 if factor is None else factor
             norm = binding.present_norm() * scale
-            factor = scale * global_clip(norm, self._max_norm)
+            factor = scale * global_clip_of(norm, self._max_norm)
         self._next_grads.keep(binding, factor)
 
     @torch.inference_mode(False)  # else later steps could not write the tensors

@@ -21,7 +21,7 @@ def check_equal(
 
     Args:
         values: by their names in errors.
-        groups: of ranks; of a mesh one for each axis.
+        groups: of ranks; of a mesh, a group for each axis.
         device: that carries tensors of the groups.
 
     Raises:

@@ -22,12 +22,10 @@ from marsopt.parallel.data_parallel import DataParallel
 from marsopt.parallel.grid import Grid, grid_of, group_over
 from marsopt.parallel.layout_cache import LayoutCache
 from marsopt.parallel.placement import Placement, dim_of, piece_of
-from marsopt.parallel.planner import Machine, Matrix, Strategy, plan
+from marsopt.parallel.planner import Machine, Strategy, plan
 from marsopt.parallel.published import entries, whole_buffers
 from marsopt.parallel.reductions import Reduction, reductions_of
 from marsopt.parallel.shard_group import ShardGroup
-from marsopt.rules.buffers import owned_joined, owned_parts
-from marsopt.rules.matrices import row_numbers
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.preconditioner import MatrixCost, MatrixOutput
 from marsopt.step.owners import (
@@ -37,8 +35,10 @@ from marsopt.step.owners import (
     Owned,
     OwnerBuffer,
     Request,
-    flat_row_indices,
+    joined,
+    owned_views,
     precondition_leaves,
+    rows_here,
 )
 
 log = logging.getLogger(__name__)
@@ -55,13 +55,14 @@ class Partition(NamedTuple):
 class MeshCollectives:
     """``marsopt.Collectives`` for DTensors: FSDP2, HSDP, and both with TP.
 
-    A step sums norms over all ranks of the mesh: one all-reduce, or one for each axis
-    if the mesh has several and leaves out ranks. Matrices go to their owners and back
-    by all-to-all. Parameters on several meshes, replicated parameters and plain tensors
-    may mix.
+    A step sums norms over all ranks of the mesh: one all-reduce, or an all-reduce for
+    each axis if the mesh has several and leaves out ranks. Matrices go to their owners
+    and back by all-to-all. Parameters on several meshes, replicated parameters and
+    plain tensors may mix.
 
     A matrix that two axes cut (FSDP x TP) travels along one axis, then along the other.
-    Every rank gathers a tensor of several such matrices whole: that is exact, but slow.
+    Every rank gathers a tensor of several matrices like these whole: that is exact, but
+    slow.
 
     Args:
         mesh: the mesh that shards the parameters. Norms of parameters on another mesh
@@ -199,14 +200,6 @@ class MeshCollectives:
                 sums = sums.index_copy(0, reduction.rows, part)
         return sums
 
-    @property
-    def groups(self) -> list[ShardGroup]:
-        """Return the plans made so far: one group of matrices for each mesh axis and
-        list of parameters.
-        """
-        partitions = self._partitions.every()
-        return [group for partition in partitions for group, _ in partition.groups]
-
     def _find_reductions(self, leaves: Sequence[Tensor]) -> list[Reduction]:
         """Return the all-reduces of ``sum`` for one list of leaves."""
         places = self._places("sum", leaves)
@@ -253,7 +246,7 @@ class MeshCollectives:
             rest = (results[n] for n in range(len(group.matrices)))
             for i, cut in cuts.items():
                 matrices = [next(rest) for _ in cut.matrices]
-                out[i] = _joined(matrices, cut, requests[i])
+                out[i] = joined(requests[i], matrices)
         local = [i for i in partition.local if requests[i].tensor.numel()]
         wholes = precondition_leaves([requests[i] for i in local])
         out |= zip(local, wholes, strict=True)
@@ -292,7 +285,8 @@ class MeshCollectives:
     def publish_all(self, buffers: Sequence[OwnerBuffer]) -> Iterator[Tensor]:
         """Yield owners' buffers as DTensors (num, *shape) that are cut along the rows
         of their matrices, and flat DTensors, cut along their one dim. A collective of
-        the leaves' meshes: an all-reduce of numbers, and one for each 32 MB of buffers.
+        the leaves' meshes: an all-reduce of numbers, and another for each 32 MB of
+        buffers.
         """
         on_meshes = [b for b in buffers if isinstance(b.leaf, DTensor)]
         published = whole_buffers(on_meshes, self.mesh.device_type)
@@ -328,7 +322,7 @@ class MeshCollectives:
 
     def _partition(self, leaves: Sequence[MatrixParam]) -> Partition:
         cost = leaves[0].preconditioner.cost
-        ways = [MatrixSpec.of(leaf.matrices, leaf.preconditioner) for leaf in leaves]
+        ways = [MatrixSpec(x.matrices, bool(x.preconditioner.owned)) for x in leaves]
         find = partial(self._find_partition, cost, ways)
         key = (cost, *_distinct(ways))
         return self._partitions.of([leaf.tensor for leaf in leaves], key, find)
@@ -385,7 +379,7 @@ def collectives_of(model: nn.Module) -> Collectives:
     """Return the collectives for a step of ``model``: over its mesh (FSDP2, HSDP, TP),
     over the ranks of DistributedDataParallel, or LOCAL if it has neither.
 
-    After a forward pass without a backward one FSDP's root holds its parameters whole.
+    After a forward pass without a backward pass FSDP's root holds its parameters whole.
     This makes them shards again, as an optimizer needs them.
     """
     for module in model.modules():
@@ -414,7 +408,12 @@ def _of_matrices(
     for i, cut in cuts.items():
         piece, first = requests[i].input, len(by_matrix)
         here = [m for n, m in enumerate(cut.matrices, first) if n in owns]
-        owned = zip(*_of_owner(requests[i], here), strict=True)
+        if requests[i].matrices.is_even(requests[i].tensor.shape):
+            buffers = [[*buffer] for buffer in piece.owned]
+        else:
+            shapes = [torch.Size([m.rows, m.cols]) for m in here]
+            buffers = owned_views(requests[i], shapes)
+        owned = zip(*buffers, strict=True)
         for shard in cut.split(piece.matrix):
             whole = piece._replace(
                 matrix=shard,
@@ -424,48 +423,15 @@ def _of_matrices(
     return by_matrix
 
 
-def _of_owner(request: Request, here: Sequence[Matrix]) -> list[Sequence[Tensor]]:
-    """Return an owner's buffers of a leaf, each as a list with a part for each of the
-    matrices ``here``, which have their owner on this rank.
-    """
-    matrices, preconditioner = request.matrices, request.preconditioner
-    if matrices.is_even(request.tensor.shape):
-        return [owned.unbind() for owned in request.input.owned]
-    sizes = [torch.Size([matrix.rows, matrix.cols]) for matrix in here]
-    buffers = [preconditioner.buffers[symbol] for symbol in preconditioner.owned]
-    return [
-        owned_parts(flat, [buffer.shape(size, matrices) for size in sizes])
-        for flat, buffer in zip(request.input.owned, buffers, strict=False)
-    ]
-
-
-def _joined(
-    matrices: Sequence[MatrixOutput], cut: Cut, request: Request
-) -> MatrixOutput:
-    """Return the results of a leaf's matrices as the result of its piece."""
-    if not matrices:
-        return request.empty_output
-    like, owned = request.input.matrix, request.input.owned
-    if new := [m.owned for m in matrices if m.owned]:
-        is_even = request.matrices.is_even(request.tensor.shape)
-        join = torch.stack if is_even else owned_joined
-        owned = tuple(map(join, zip(*new, strict=True)))
-    return MatrixOutput(cut.join([m.matrix for m in matrices], like), owned)
-
-
 def _numbers(leaf: MatrixParam, cuts: Mapping[int, Tensor]) -> tuple[int, ...]:
     """Return the numbers of the matrices of a leaf that lie here, in the order of its
     piece. ``cuts`` of the leaf divide no matrix.
     """
-    shape, matrices = leaf.tensor.shape, leaf.matrices
-    rows = flat_row_indices(shape, cuts, matrices, torch.device("cpu"))
-    if rows is None:
-        return tuple(range(matrices.num_in(shape)))
-    numbers = row_numbers(matrices, shape, rows.device)[rows]
-    return tuple(numbers.unique_consecutive().tolist())
+    runs = rows_here(leaf.tensor.shape, cuts, leaf.matrices)
+    return tuple(number for number, _ in runs)
 
 
 def _distinct(ways: Sequence[Hashable]) -> Sequence[Hashable]:
-    """Return a key that stands for all ways: one of them, if all are equal."""
+    """Return a key that stands for all ways: the first, if all are equal."""
     alike = all(way is ways[0] or way == ways[0] for way in ways)
     return ways[:1] if alike else ways

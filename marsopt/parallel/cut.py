@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple, cast
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -14,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from marsopt.parallel.placement import Placement, shard_sizes
 from marsopt.parallel.planner import Matrix
 from marsopt.rules.matrices import Matrices
-from marsopt.rules.preconditioner import MatrixPreconditioner
 
 
 class MatrixSpec(NamedTuple):
@@ -22,10 +20,6 @@ class MatrixSpec(NamedTuple):
 
     matrices: Matrices
     keeps: bool  # whether their owners keep buffers
-
-    @classmethod
-    def of(cls, matrices: Matrices, preconditioner: MatrixPreconditioner) -> MatrixSpec:
-        return cls(matrices, bool(preconditioner.owned))
 
 
 @dataclass(frozen=True)
@@ -38,7 +32,7 @@ class Cut:
     mesh: DeviceMesh
     axis: int
     has_replicas: bool  # whether all other axes have the same matrices
-    num_batches: int  # that lie here; a leaf that is one matrix is one
+    num_batches: int  # that lie here; a leaf that is one matrix is one batch
     blocks: tuple[Matrix, ...]  # of one batch, from its first row to its last
     rank: int  # along the axis
 
@@ -57,19 +51,13 @@ class Cut:
         batches = piece.reshape(self.num_batches, sum(sizes), cols)
         return [part for batch in batches.unbind() for part in batch.split(sizes)]
 
-    def join(self, parts: list[Tensor], like: Tensor) -> Tensor:
-        """Return the leaf's piece, shaped as ``like``: the inverse of ``split``."""
-        if len(parts) == 1:
-            return parts[0].view_as(like)
-        return torch.cat(parts).view_as(like)
-
 
 def cut_of(
     leaf: Tensor, place: Placement, way: MatrixSpec
 ) -> Cut | Literal["local", "strided"]:
     """Return how one axis cuts the matrices of a leaf. "local": each matrix lies on one
-    rank. "strided": several axes cut a matrix, or one cuts it into pieces that are not
-    consecutive.
+    rank. "strided": several axes cut a matrix, or an axis cuts it into pieces that are
+    not consecutive.
     """
     matrices, keeps = way
     row_dim = matrices.column_dim(leaf.ndim) - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -72,7 +73,6 @@ class DataParallel(LocalCollectives):
                 "parameters: call torch.distributed.init_process_group() before"
             )
         self._group = group
-        self._plans: dict[tuple[MatrixCost, Shapes], list[list[list[int]]]] = {}
 
     def __reduce__(self) -> str:
         raise TypeError(
@@ -117,12 +117,13 @@ class DataParallel(LocalCollectives):
         ]
 
     def _gathered(self, requests: Sequence[Request]) -> list[MatrixOutput]:
-        """Return the results of matrices, one in each request: its owner's."""
+        """Return the owners' results for requests of one matrix each."""
         first = requests[0].input.matrix
         cost = requests[0].preconditioner.cost.on(first.device.type)
         words, rank = cost.returned(widest(requests)), self._group.rank()
         shapes = tuple(tuple(r.input.matrix.shape) for r in requests)
-        exchanges, like = self._planned(cost, shapes), first.new_empty(0, dtype=words)
+        exchanges = planned(cost, shapes, self._group.size())
+        like = first.new_empty(0, dtype=words)
         arriving: list[Gather] = []
         for owned in exchanges:
             mine, sent = [requests[i] for i in owned[rank]], list[Tensor]()
@@ -149,19 +150,14 @@ class DataParallel(LocalCollectives):
                     found[i] = requests[i].kept(MatrixOutput(matrix, buffers))
         return [found[i] for i in range(len(requests))]
 
-    def _planned(self, cost: MatrixCost, shapes: Shapes) -> list[list[list[int]]]:
-        """Return the matrices that each rank owns, bucket by bucket."""
-        key = cost, shapes
-        if key not in self._plans:
-            num_ranks = self._group.size()
-            nbytes = cost.returned().itemsize * sum(
-                rows * cols for rows, cols in shapes
-            )
-            flops = [cost.num_flops(rows, cols) for rows, cols in shapes]
-            owners, buckets = assign_buckets(flops, num_ranks, None, nbytes)
-            plan = Plan(num_ranks, 1, tuple(owners), tuple(buckets))
-            self._plans[key] = plan.exchanges(0)
-        return self._plans[key]
+
+@lru_cache
+def planned(cost: MatrixCost, shapes: Shapes, num_ranks: int) -> list[list[list[int]]]:
+    """Return the matrices that each rank owns, bucket by bucket."""
+    nbytes = cost.returned().itemsize * sum(rows * cols for rows, cols in shapes)
+    flops = [cost.num_flops(rows, cols) for rows, cols in shapes]
+    owners, buckets = assign_buckets(flops, num_ranks, None, nbytes)
+    return Plan(num_ranks, 1, tuple(owners), tuple(buckets)).exchanges(0)
 
 
 def _single(request: Request) -> Iterator[Request]:

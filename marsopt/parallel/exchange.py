@@ -98,7 +98,7 @@ class Gather:
 
     Args:
         sent: the tensors that this rank sends to all.
-        specs: those that each rank sends.
+        specs: of the tensors that each rank sends.
         words: an empty tensor on their device, of the narrowest dtype among them: bits
             travel as this dtype.
         group: the ranks.

@@ -125,7 +125,7 @@ def group_over(
 
     matrices = [grid.strip for grid in grids]
     group = ShardGroup(mesh, second, matrices, cost, planned=across, work=along_first)
-    group.owns = owns  # of the strips that it brings here, those that become whole here
+    group.owns = owns  # the strips that become whole matrices here
     return group
 
 

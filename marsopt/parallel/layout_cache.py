@@ -25,10 +25,6 @@ class LayoutCache(Generic[Found]):
         self._by_value: dict[Hashable, Found] = {}
         self._last: dict[Hashable, tuple[list[object], Found]] = {}
 
-    def every(self) -> list[Found]:
-        """Return all results."""
-        return list(self._by_value.values())
-
     def of(
         self,
         leaves: Sequence[Tensor],

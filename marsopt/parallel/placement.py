@@ -14,7 +14,9 @@ from torch.distributed.tensor.placement_types import Placement as AxisPlacement
 
 @dataclass(frozen=True)
 class Placement:
-    """Which axes of a mesh cut a tensor, and where. A plain tensor has empty fields."""
+    """The axes of a mesh that cut a tensor, and the dims that they cut. A plain tensor
+    has empty fields.
+    """
 
     mesh: DeviceMesh | None = None
     # mesh axes that the pieces are spread over, and the dim that each of them cuts
@@ -49,20 +51,12 @@ def dim_of(placement: AxisPlacement) -> int:
     return cast(Shard, placement).dim  # as strided shards have it too
 
 
-def shard_size(size: int, rank: int, num_ranks: int) -> int:
-    """Return the length of one rank's piece of a dim, as Shard cuts it: as torch.chunk,
-    then empty.
-    """
-    chunk = -(-size // num_ranks)
-    return max(0, min(chunk, size - rank * chunk))
-
-
 def shard_sizes(size: int, num_ranks: int) -> list[int]:
-    """Return ``shard_size`` of every rank."""
+    """Return the length of each rank's piece of a dim, as Shard cuts it: as
+    torch.chunk, then empty.
+    """
     chunk = max(1, -(-size // num_ranks))
-    num_full, rest = divmod(size, chunk)
-    sizes = [chunk] * num_full + [rest] * (num_full < num_ranks)
-    return sizes + [0] * (num_ranks - len(sizes))
+    return [max(0, min(chunk, size - rank * chunk)) for rank in range(num_ranks)]
 
 
 def piece_of(

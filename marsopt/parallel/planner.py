@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
-from math import ceil
+from math import ceil, prod
 from typing import Literal
 
-from marsopt.parallel.placement import shard_size, shard_sizes
+from marsopt.parallel.placement import shard_sizes
 from marsopt.rules.preconditioner import MatrixCost
 
 Strategy = Literal["auto", "owner", "replicate"]
@@ -39,22 +39,14 @@ class Matrix:
     Args:
         rows, cols: of the whole matrix.
         dim: 0 if rows are cut, 1 if columns are.
-        lengths: of the pieces along ``dim``, rank by rank; None = as Shard cuts. One of
-            several matrices in a parameter may begin and end anywhere on the ranks.
+        lengths: of the pieces along ``dim``, rank by rank; None = as Shard cuts. If a
+            parameter has several matrices, each may begin and end on any rank.
     """
 
     rows: int
     cols: int
     dim: int
     lengths: tuple[int, ...] | None = None
-
-    def shard_numel(self, rank: int, num_ranks: int) -> int:
-        """Return the number of elements of one rank's shard."""
-        if self.lengths is not None:
-            length = self.lengths[rank]
-        else:
-            length = shard_size((self.rows, self.cols)[self.dim], rank, num_ranks)
-        return length * (self.cols if self.dim == 0 else self.rows)
 
     def shards(self, num_ranks: int) -> list[tuple[int, int]]:
         """Return the shapes of the shards, rank by rank."""
@@ -225,7 +217,7 @@ def cost(
     for m, owner in zip(matrices, plan.owners, strict=True):
         flops, numel = work.num_flops(m.rows, m.cols), m.rows * m.cols
         if owner >= 0:
-            local_numel = m.shard_numel(owner % p, p)
+            local_numel = prod(m.shards(p)[owner % p])
             sent += (payload / split + back * (split - 1) / split) * numel / p
             extra[owner] += back * (numel - local_numel) - payload * local_numel
             loads[owner] += flops

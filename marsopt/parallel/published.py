@@ -22,7 +22,7 @@ MOST = 2**25  # bytes of buffers that ranks exchange at once, about
 def whole_buffers(buffers: Sequence[OwnerBuffer], device: str) -> Iterator[Tensor]:
     """Yield buffers of leaves that are DTensors, (num, *shape), cut along the rows of
     their matrices, and flat DTensors, cut along their one dim. A collective: an
-    all-reduce of numbers, and one for ``MOST`` bytes.
+    all-reduce of numbers, and another for each ``MOST`` bytes.
     """
     if not buffers:
         return
@@ -38,7 +38,7 @@ def _tellers(buffers: Sequence[OwnerBuffer], device: str) -> Iterator[Tensor]:
     replicas are, the first.
     """
     nums = [len(buffer.sizes) for buffer in buffers]
-    owners = torch.full((sum(nums),), dist.get_world_size())
+    owners = torch.full((sum(nums),), dist.get_world_size(), device="cpu")
     for buffer, part in zip(buffers, owners.split(nums), strict=True):
         part[list(buffer.owns.numbers)] = dist.get_rank()
     owners = owners.to(device)
@@ -98,10 +98,12 @@ def entries(numbers: Sequence[int], sizes: Sequence[int]) -> Tensor:
     of these numbers, int64; ``sizes`` are the entries of each matrix.
     """
     starts = [0, *accumulate(sizes)]
-    if starts[-1] == len(sizes):  # one each
-        return torch.tensor(numbers, dtype=torch.int64)
-    ranges = [torch.arange(starts[n], starts[n + 1]) for n in numbers]
-    return torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.int64)
+    if starts[-1] == len(sizes):  # an entry each
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    ranges = [torch.arange(starts[n], starts[n + 1], device="cpu") for n in numbers]
+    return (
+        torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.int64, device="cpu")
+    )
 
 
 def _cut_by_rows(whole: Tensor, buffer: OwnerBuffer) -> Tensor:

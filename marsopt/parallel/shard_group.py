@@ -66,7 +66,7 @@ class ShardGroup:
             self.plan.exchanges(replica) for replica in range(self.plan.replicas)
         ]
         this_owner = self._replica * self.plan.num_ranks + self._rank
-        # which matrices have their owner here: without sharing, one in every replica
+        # the matrices that have their owner here: without sharing, in every replica
         self.owns = [i for i, o in enumerate(self.plan.owners) if o == this_owner]
 
     def on_owners(self, requests: Sequence[Request]) -> dict[int, MatrixOutput]:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from marsopt.functional.buffers import owned_leaves
 from marsopt.optim.binding import BoundFormula, Member
 from marsopt.profiling import machine
 from marsopt.profiling.gpt2 import Subject
@@ -78,13 +77,12 @@ def _dtypes_of_matrices(member: Member, is_local: bool) -> list[torch.dtype]:
     writes any, and of the owners' results.
     """
     algorithm, piece = member.algorithm, member.piece
-    if not is_local:  # results are from other ranks
-        made = [batch_dtype(algorithm, piece)] if algorithm.makes_matrix else []
-        return [*made, working_dtype(piece)]
-    is_made = algorithm.makes_matrix or graph_runner.takes_batches(piece.device)
     cost = algorithm.matrix_preconditioner.cost.on(piece.device.type)
+    is_batch = is_local and graph_runner.takes_batches(piece.device)
+    is_made = algorithm.makes_matrix or is_batch
     made = [batch_dtype(algorithm, piece)] if is_made else []
-    return [*made, cost.returned(working_dtype(piece))]
+    dtype = working_dtype(piece)  # of results from other ranks
+    return [*made, cost.returned(dtype) if is_local else dtype]
 
 
 def matrix_products(members: Sequence[Member], device: str) -> tuple[int, float]:
@@ -97,8 +95,8 @@ def matrix_products(members: Sequence[Member], device: str) -> tuple[int, float]
         if algorithm.matrix_only:
             cost = algorithm.matrix_preconditioner.cost.on(device)
             dtype = torch.float32 if cost.is_float32 else cost.returned()
-            (leaf,) = owned_leaves(algorithm, [member.p])
-            flops += leaf.num_flops(device)
+            shapes = algorithm.matrices.shapes_in(member.p.shape)
+            flops += sum(num * cost.num_flops(*shape) for num, shape in shapes)
     return flops, machine.matmul_rate(device, dtype)
 
 
@@ -240,9 +238,9 @@ def printed_kernels(runner: Graphs) -> list[PrintedKernel]:
         PrintedKernel(
             name=kernel.printed.name,
             num_launches=2 if kernel.printed.num_terms else 1,
-            num_bytes=kernel.bytes_read(launched.blocks)
-            + kernel.bytes_written(launched.blocks),
-            source=kernel.source,
+            num_bytes=launched.blocks.num_elements
+            * (kernel.printed.bytes_read + kernel.printed.bytes_written),
+            source=kernel.printed.source,
         )
         for kernel, launched in runner.kernels
     ]

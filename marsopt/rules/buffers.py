@@ -62,8 +62,3 @@ def owned_parts(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """
     parts = flat.split([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def owned_joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return the inverse of ``owned_parts``, as a new tensor."""
-    return torch.cat([part.flatten() for part in parts])

@@ -67,27 +67,6 @@ def can_read(value: Tensor) -> bool:
     )
 
 
-def _check(
-    name: str, value: object, expected: str, holds: Callable[[float], bool], do: str
-) -> None:
-    value = plain(value)
-    if isinstance(value, Tensor):
-        if value.ndim or value.is_complex() or value.dtype == torch.bool:
-            raise ValueError(
-                f"got {name} of shape {tuple(value.shape)} and {value.dtype}, expected "
-                f"a real number or 0-D tensor: {do}"
-            )
-        if not can_read(value):
-            return
-        value = value.item()
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if LARGEST < abs(value) < math.inf:
-            expected += f", at most {LARGEST:g} in size"
-        elif holds(float(value)):
-            return
-    raise ValueError(f"got {name}={shown(value)}, expected {expected}: {do}")
-
-
 def shown(value: object) -> str:
     """Return the text of a value in messages: not thousands of digits, which Python
     does not even write.
@@ -97,90 +76,88 @@ def shown(value: object) -> str:
     return repr(value)
 
 
-def at_least_zero(name: str, value: Number) -> None:
-    """A finite number >= 0."""
-    _check(
-        name,
-        value,
-        "a finite number >= 0",
-        lambda v: 0 <= v < math.inf,
-        f"pass {name}=0 or more",
-    )
+def none_or(check: Callable[[str, Any], None]) -> Callable[..., None]:
+    """Return a check that takes None too."""
+    return lambda name, value: None if value is None else check(name, value)
 
 
-def epsilon(name: str, value: Number) -> None:
-    """A number from 0 to ``LARGEST_EPS``."""
-    _check(
-        name,
-        value,
-        f"a number from 0 to {LARGEST_EPS:g}",
-        lambda v: 0 <= v <= LARGEST_EPS,
-        "common values are 1e-8 and 1e-10",
-    )
+def _number(
+    expected: str, holds: Callable[[float], bool], do: str
+) -> Callable[[str, Any], None]:
+    """Return a check for a number, or a 0-D tensor of one.
+
+    Args:
+        expected: the numbers that it takes, in the words of its error.
+        holds: whether it takes a number.
+        do: the advice of its error; "{name}" stands for the hyperparameter.
+    """
+
+    def check(name: str, value: Any) -> None:
+        value, advice = plain(value), do.format(name=name)
+        if isinstance(value, Tensor):
+            if value.ndim or value.is_complex() or value.dtype == torch.bool:
+                raise ValueError(
+                    f"got {name} of shape {tuple(value.shape)} and {value.dtype}, "
+                    f"expected a real number or 0-D tensor: {advice}"
+                )
+            if not can_read(value):
+                return
+            value = value.item()
+        limit = ""
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            if LARGEST < abs(value) < math.inf:
+                limit = f", at most {LARGEST:g} in size"
+            elif holds(float(value)):
+                return
+        raise ValueError(
+            f"got {name}={shown(value)}, expected {expected}{limit}: {advice}"
+        )
+
+    return check
 
 
-def positive(name: str, value: Number) -> None:
-    """A finite number > 0."""
-    _check(
-        name,
-        value,
-        "a finite number > 0",
+at_least_zero = _number(
+    "a finite number >= 0", lambda v: 0 <= v < math.inf, "pass {name}=0 or more"
+)
+epsilon = _number(
+    f"a number from 0 to {LARGEST_EPS:g}",
+    lambda v: 0 <= v <= LARGEST_EPS,
+    "common values are 1e-8 and 1e-10",
+)
+positive = _number(
+    "a finite number > 0", lambda v: 0 < v < math.inf, "pass {name} above 0"
+)
+positive_or_none = none_or(
+    _number(
+        "None or a finite number > 0",
         lambda v: 0 < v < math.inf,
-        f"pass {name} above 0",
+        "None switches it off",
     )
-
-
-def positive_or_none(name: str, value: Number | None) -> None:
-    """None or a finite number > 0."""
-    if value is not None:
-        _check(
-            name,
-            value,
-            "None or a finite number > 0",
-            lambda v: 0 < v < math.inf,
-            "None switches it off",
-        )
-
-
-def finite(name: str, value: Number) -> None:
-    """Any finite number."""
-    _check(name, value, "a finite number", math.isfinite, f"pass a finite {name}")
-
-
-def decay_rate(name: str, value: Number) -> None:
-    """A number in [0, 1)."""
-    _check(
-        name,
-        value,
-        "a number in [0, 1)",
-        lambda v: 0 <= v < 1,
-        "common values are 0.9 to 0.99; decays that grow are log_time=10.0",
+)
+finite = _number("a finite number", math.isfinite, "pass a finite {name}")
+decay_rate = _number(
+    "a number in [0, 1)",
+    lambda v: 0 <= v < 1,
+    "common values are 0.9 to 0.99; decays that grow are log_time=10.0",
+)
+log_time_or_none = none_or(  # products of decays keep their digits
+    _number(
+        "None or a number from 0.001 to 1e6",
+        lambda v: 1e-3 <= v <= 1e6,
+        "common values are 8 and 10; None switches it off",
     )
-
-
-def log_time_or_none(name: str, value: Number | None) -> None:
-    """None, or a number of steps that keeps the digits of products of decays."""
-    if value is not None:
-        _check(
-            name,
-            value,
-            "None or a number from 0.001 to 1e6",
-            lambda v: 1e-3 <= v <= 1e6,
-            "common values are 8 and 10; None switches it off",
-        )
+)
+_weight = _number(
+    "True, False or a number in [0, 1]",
+    lambda v: 0 <= v <= 1,
+    "a number is the weight of the gradient beside its average, such as 0.2",
+)
 
 
 def gradient_weight(name: str, value: Weight) -> None:
     """True, False or a number in [0, 1]."""
-    if isinstance(plain(value), bool):
-        return
-    _check(
-        name,
-        value,
-        "True, False or a number in [0, 1]",
-        lambda v: 0 <= v <= 1,
-        "a number is the weight of the gradient beside its average, such as 0.2",
-    )
+    if not isinstance(plain(value), bool):
+        _weight(name, value)
 
 
 def betas(name: str, value: tuple[Number, Number]) -> None:
@@ -256,11 +233,6 @@ def iterations(name: str, value: int) -> None:
             f"got {name}={shown(value)}, expected a whole number from 1 to "
             f"{MOST_ITERATIONS}: pass one"
         )
-
-
-def none_or(check: Callable[[str, Any], None]) -> Callable[..., None]:
-    """Return a check that takes None too."""
-    return lambda name, value: None if value is None else check(name, value)
 
 
 def one_of(values: tuple[str, ...]) -> Callable[[str, object], None]:

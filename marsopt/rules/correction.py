@@ -107,7 +107,7 @@ class Correction(ABC):
         self,
         beta1: Number,
         gamma: Number,
-        a: Float[Tensor, ""],
+        global_clip: Float[Tensor, ""],
         products: Float[Tensor, "n pairs"],
     ) -> tuple[tuple[Float[Tensor, " n"], ...], Float[Tensor, " n"]]:
         """Return (N,) weights of g and h in c, for N tensors or matrices, and the
@@ -116,7 +116,7 @@ class Correction(ABC):
         Args:
             beta1: decay rate of the first moment in this step, a number or (N,).
             gamma: scale of the variance reduction in this step.
-            a: factor of the global clip on g, 0-D.
+            global_clip: factor of the global clip on g, 0-D.
             products: (N, pairs) inner products (g, g) and, if there is h, (g, h) and
                 (h, h), complete over shards.
 
@@ -132,7 +132,7 @@ class Correction(ABC):
                 "the gradient, and one of h if there is one"
             )
         w = [value * ones for value in coefficients]
-        w[0] = w[0] * a
+        w[0] = w[0] * global_clip
         # ||c||^2 expanded: neither c nor a second pass over g and h is needed
         cc = w[0] * w[0] * products[:, 0]
         if self.h_from is not None:

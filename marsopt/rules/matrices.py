@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from itertools import groupby
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,13 +17,6 @@ Kind = Literal["2d", "batched", "flattened"]
 # elements; SOAP takes matrices as large as this by themselves: the temporaries of each
 # are freed before the next
 LARGE = 2**18
-
-
-class Run(NamedTuple):
-    """Matrices of one shape that follow each other in a tensor."""
-
-    num: int
-    rows: int  # of each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,17 +109,12 @@ class Matrices:
         cols = shape[self.column_dim(len(shape)) :].numel()
         return [torch.Size([rows, cols]) for rows in self.part_rows(shape)]
 
-    def runs(self, shape: torch.Size) -> list[Run]:
-        """Return ``part_rows`` as runs of parts that have equal rows and follow each
-        other.
+    def runs(self, shape: torch.Size) -> list[tuple[int, int]]:
+        """Return ``part_rows`` as runs of parts that follow each other: how many, and
+        the rows of each.
         """
-        runs: list[Run] = []
-        for rows in self.part_rows(shape):
-            if runs and runs[-1].rows == rows:
-                runs[-1] = Run(runs[-1].num + 1, rows)
-            else:
-                runs.append(Run(1, rows))
-        return runs
+        runs = groupby(self.part_rows(shape))
+        return [(len(list(run)), rows) for rows, run in runs]
 
     def is_even(self, shape: torch.Size) -> bool:
         """Return whether all matrices in a tensor of this shape have one shape."""
@@ -138,8 +127,8 @@ class Matrices:
         first = self.column_dim(len(shape))
         num_batches, cols = shape[: first - 1].numel(), shape[first:].numel()
         return [
-            (num_batches * run.num, torch.Size([run.rows, cols]))
-            for run in self.runs(shape)
+            (num_batches * num, torch.Size([rows, cols]))
+            for num, rows in self.runs(shape)
         ]
 
     def num_in(self, shape: torch.Size) -> int:
@@ -162,30 +151,14 @@ class Matrices:
         row_dim, runs = self.column_dim(len(shape)) - 1, self.runs(shape)
         num_rows, last = x.shape[: row_dim + 1].numel(), x.shape[row_dim + 1 :]
         if len(runs) == 1:
-            rows = runs[0].rows
+            ((_, rows),) = runs
             if row_dim == 0 and num_rows == rows:
                 return [x]
             num = num_rows // rows if x.numel() else 0
             return [x.reshape(num, rows, *last)]
-        whole = sum(run.num * run.rows for run in runs)
+        sizes = [num * rows for num, rows in runs]
         return [
-            part if run.num == 1 else part.reshape(run.num, run.rows, *last)
-            for batch in x.reshape(num_rows // whole, whole, *last).unbind()
-            for run, part in zip(
-                runs, batch.split([run.num * run.rows for run in runs]), strict=True
-            )
+            part if num == 1 else part.reshape(num, rows, *last)
+            for batch in x.reshape(num_rows // sum(sizes), sum(sizes), *last).unbind()
+            for (num, rows), part in zip(runs, batch.split(sizes), strict=True)
         ]
-
-
-def row_numbers(matrices: Matrices, shape: torch.Size, device: torch.device) -> Tensor:
-    """Return the number of each row's matrix, of a tensor of this shape, (rows of all
-    its matrices,), int64.
-    """
-    first, parts = 0, []
-    for run in matrices.runs(shape):
-        rows = torch.arange(run.num * run.rows, device=device)
-        parts.append(first + rows // max(1, run.rows))
-        first += run.num
-    num_batches = matrices.row_shape(shape)[:-1].numel()
-    batches = torch.arange(num_batches, device=device) * first
-    return (batches[:, None] + torch.cat(parts)).flatten()

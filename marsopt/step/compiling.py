@@ -51,7 +51,7 @@ def resolve_compile(compile: bool | None, device_type: str) -> bool:
     """Resolve the ``compile`` argument. None asks the machine, and logs the answer.
 
     Raises:
-        RuntimeError: ``compile=True`` where nothing can compile.
+        RuntimeError: ``compile=True``, and nothing here can compile.
     """
     if compile not in (None, True, False):
         raise ValueError(
@@ -120,8 +120,8 @@ def compile_graph(
 ) -> Graph:
     """Return the graph of ``function(kind, tensors)``, which takes the list of tensors.
 
-    Dynamo keeps compiled code by code object, and limits how often it recompiles one:
-    each graph has its own. Profilers take its name from there, too.
+    Dynamo keeps compiled code by code object, and limits the recompiles of a code
+    object: each graph has its own. Profilers take its name from there, too.
 
     Args:
         function: reads nothing but its arguments; it may write into the tensors.
@@ -152,14 +152,13 @@ def guards(entries: Sequence[Any]) -> list[bool]:
     return [entry.is_global or "kind" not in entry.name for entry in entries]
 
 
-# Graphs are the process's, so that an optimizer compiles nothing that another one of
-# its formula has compiled: a sweep of learning rates compiles once. They hold no tensor
-# of either.
+# Graphs are the process's: optimizers of one formula share them, and a sweep of
+# learning rates compiles once. Graphs hold no tensor of an optimizer.
 graph_of = lru_cache(maxsize=KEPT)(compile_graph)
 
 
 def declined() -> str | None:
-    """Where dynamo traces nothing now, or None."""
+    """Return the mode in which Dynamo traces nothing, or None."""
     if torch._C._len_torch_dispatch_stack():
         return "under a TorchDispatchMode"
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
@@ -190,7 +189,7 @@ def once() -> Callable[[int, str], None]:
 
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those that this inductor has: their names are no promise of torch's."""
+    """Return the options that this inductor has: torch does not promise their names."""
     if not options:
         return {}
     from torch._inductor import list_options  # imported when something is compiled
@@ -200,7 +199,7 @@ def _known(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_range(name: str) -> AbstractContextManager[object]:
-    """Return a range of this name in the trace of the profiler that runs, if one does:
+    """Return a range of this name in the trace of the profiler, if a profiler runs:
     entering and leaving a range costs some microseconds.
     """
     if profiler._is_profiler_enabled:

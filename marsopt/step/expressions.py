@@ -1,5 +1,5 @@
 """Elementwise functions as Triton: each aten operator of a traced function becomes one
-expression. float32 results equal eager ones to an ulp: roots are rounded to nearest,
+expression. float32 results equal eager results to an ulp: roots are rounded to nearest,
 quotients are inductor's.
 """
 
@@ -28,18 +28,9 @@ NAMES = {
 }
 # operators that return their input's elements
 ALIASES = {
-    *("alias", "clone", "detach", "expand", "lift_fresh", "lift_fresh_copy"),
-    *("reshape", "squeeze", "unsqueeze", "view"),
+    *("alias", "clone", "detach", "expand", "reshape", "unsqueeze", "view"),
 }
-ZEROS = {"zeros", "zeros_like", "new_zeros"}
-ONES = {"ones", "ones_like", "new_ones"}
-FULL = {"scalar_tensor": 0, "full": 1, "full_like": 1, "new_full": 2}  # number's place
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-TRUTHS = {  # of bools
-    **dict.fromkeys(("add", "logical_or"), "({0} | {1})"),
-    **dict.fromkeys(("mul", "logical_and"), "({0} & {1})"),
-    "logical_not": "(~{0})",
-}
 INFIX = {
     "add": "+",
     "sub": "-",
@@ -51,30 +42,14 @@ INFIX = {
     **dict.fromkeys(("__lshift__", "bitwise_left_shift"), "<<"),
     **dict.fromkeys(("__rshift__", "bitwise_right_shift"), ">>"),
 }
-MAXIMUM = "tl.maximum({0}, {1}{nan})"
-MINIMUM = "tl.minimum({0}, {1}{nan})"
 FORMS = {
     **{operator: f"({{0}} {sign} {{1}})" for operator, sign in INFIX.items()},
     **{operator: f"({{0}} {sign} {{1}})" for operator, sign in COMPARISONS.items()},
     "abs": "tl.abs({0})",
-    "bitwise_not": "(~{0})",
-    "neg": "(-{0})",
-    "reciprocal": "(1.0 / {0})",
-    "rsqrt": "(1.0 / {sqrt}({0}))",
+    "rsub": "({1} - {0})",
     "sign": "(({0} > 0).to({dtype}) - ({0} < 0).to({dtype}))",
     "sqrt": "{sqrt}({0})",
-    **dict.fromkeys(("maximum", "clamp_min"), MAXIMUM),
-    **dict.fromkeys(("minimum", "clamp_max"), MINIMUM),
-}
-POWERS = {
-    -2: "(1.0 / ({0} * {0}))",
-    -1: "(1.0 / {0})",
-    -0.5: "(1.0 / {sqrt}({0}))",
-    0.5: "{sqrt}({0})",
-    1: "{0}",
-    2: "({0} * {0})",
-    3: "({0} * {0} * {0})",
-    4: "(({0} * {0}) * ({0} * {0}))",
+    **dict.fromkeys(("clamp", "maximum"), "tl.maximum({0}, {1}{nan})"),
 }
 
 
@@ -113,15 +88,13 @@ def print_body(
     Raises:
         Unprintable: an operator has no Triton expression here.
     """
-    from torch._decomp import get_decompositions
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    aten = torch.ops.aten
-    composites = [aten.lerp, aten.rsub, aten.addcmul, aten.addcdiv]
-    examples = [torch.empty(1, TRACED_SIZE, dtype=d) for d in elements.values()]
-    examples += [torch.empty(1, 1, dtype=d) for d in scalars.values()]
-    decompositions: Any = get_decompositions(composites)
-    trace = make_fx(function, decompositions, tracing_mode="fake")
+    examples = [
+        torch.empty(1, TRACED_SIZE, dtype=d, device="cpu") for d in elements.values()
+    ]
+    examples += [torch.empty(1, 1, dtype=d, device="cpu") for d in scalars.values()]
+    trace = make_fx(function, tracing_mode="fake")
     with torch.no_grad():
         module = trace(*examples)
     module.graph.eliminate_dead_code()
@@ -134,7 +107,7 @@ class _Writer:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.names: dict[str, str] = {}  # by expression: equal ones are computed once
+        self.names: dict[str, str] = {}  # by expression: each is computed once
         self.values: dict[Any, Value] = {}  # by node
 
     def write(self, module: fx.GraphModule, inputs: Sequence[Value]) -> Body:
@@ -145,10 +118,7 @@ class _Writer:
                 self.values[node] = value = next(unbound)
                 used += [value.text] if node.users else []
             elif node.op == "get_attr":
-                constant = getattr(module, node.target)
-                if constant.numel() != 1:
-                    raise Unprintable(f"a constant of shape {tuple(constant.shape)}")
-                self.values[node] = self.full(constant.item(), constant.dtype)
+                raise Unprintable("a constant tensor")
             elif node.op == "output":
                 results = [self.values[result] for result in node.args[0]]
             else:
@@ -164,9 +134,6 @@ class _Writer:
             self.lines.append(f"{self.names[value.text]} = {_bare(value.text)}")
         return value._replace(text=self.names[value.text])
 
-    def full(self, number: float, dtype: torch.dtype) -> Value:
-        return self.name(Value(_full(number, dtype), dtype))
-
     def call(self, node: fx.Node) -> Value:
         """Return the value of a node that calls an operator."""
         target: Any = node.target
@@ -174,10 +141,8 @@ class _Writer:
         args: Any = node.args
         if not isinstance(result, Tensor) or result.numel() not in (1, TRACED_SIZE):
             raise Unprintable(operator)
-        if operator in ZEROS | ONES:
-            return self.full(operator in ONES, result.dtype)
-        if operator in FULL:
-            return self.full(args[FULL[operator]], result.dtype)
+        if operator == "scalar_tensor":
+            return self.name(Value(_full(args[0], result.dtype), result.dtype))
         if operator in ALIASES and self.values[args[0]].dtype == result.dtype:
             if args[0].meta["val"].numel() > result.numel():
                 raise Unprintable(operator)
@@ -200,19 +165,17 @@ class _Writer:
             texts += [self.operand(branch, dtype).text for branch in args[1:]]
             return Value(f"tl.where({', '.join(texts)})", dtype)
         working = computing_dtype(dtype)
-        if operator == "clamp":
-            value = self.operand(args[0], working)
-            for form, limit in zip((MAXIMUM, MINIMUM), args[1:], strict=False):
-                if limit is not None:
-                    value = self.fill(form, [value, self.operand(limit, working)])
-            return cast(value, dtype)
         if operator in COMPARISONS:
             tensors = [a.meta["val"] if isinstance(a, fx.Node) else a for a in args]
             working = computing_dtype(torch.result_type(*tensors))
-        form = _form(operator, args, working, options)
-        if operator == "pow":
-            args = args[:1]
-        value = self.fill(form, [self.operand(argument, working) for argument in args])
+        if operator == "mul" and working == torch.bool:
+            operator = "bitwise_and"
+        if operator not in FORMS:
+            raise Unprintable(operator)
+        if options or (operator == "clamp" and len(args) > 2):
+            raise Unprintable(f"{operator} with {options or 'a maximum'}")
+        operands = [self.operand(argument, working) for argument in args]
+        value = self.fill(FORMS[operator], operands)
         if operator in COMPARISONS:
             value = value._replace(dtype=torch.bool)
         return cast(value, dtype)
@@ -236,23 +199,6 @@ class _Writer:
         return Value(_literal(argument, dtype), dtype)
 
 
-def _form(
-    operator: str, args: Any, dtype: torch.dtype, options: Mapping[str, Any]
-) -> str:
-    """Return the expression of ``operator`` for operands of ``dtype``."""
-    if options.get("alpha", 1) != 1 or options.get("rounding_mode"):
-        raise Unprintable(f"{operator} with {dict(options)}")
-    if operator == "pow":
-        if args[1] not in POWERS:
-            raise Unprintable(f"pow with exponent {args[1]}")
-        return POWERS[args[1]]
-    if dtype == torch.bool and operator in TRUTHS:
-        return TRUTHS[operator]
-    if operator not in FORMS:
-        raise Unprintable(operator)
-    return FORMS[operator]
-
-
 def triton_dtype(dtype: torch.dtype) -> str:
     """Return the name of ``dtype`` in Triton."""
     if dtype not in NAMES:
@@ -261,7 +207,7 @@ def triton_dtype(dtype: torch.dtype) -> str:
 
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which eager code computes a result of ``dtype``."""
+    """Return the dtype that eager code computes in, for a result of ``dtype``."""
     is_half = dtype in (torch.float16, torch.bfloat16)
     return torch.float32 if is_half else dtype
 
@@ -279,7 +225,7 @@ def cast(value: Value, dtype: torch.dtype) -> Value:
 
 
 def _literal(number: float, dtype: torch.dtype) -> str:
-    """Return a number that Triton takes as one of ``dtype``, whatever stands beside."""
+    """Return a number that has ``dtype`` in Triton, beside operands of any dtype."""
     if dtype == torch.float32:
         number, info = float(number), torch.finfo(dtype)
         if number == 0 or info.tiny <= abs(number) <= info.max:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import reduce
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,15 +28,15 @@ from marsopt.step.compiling import (
     named_range,
 )
 from marsopt.step.owners import Tensors
-from marsopt.step.parts import Parts
+from marsopt.step.parts import dense_view, laid_as, numbers_of_elements
 from marsopt.step.step import (
     ROW,
     Gradients,
     Group,
     Leaf,
     Place,
+    Result,
     applied,
-    numbers_of_elements,
     products,
     updated,
 )
@@ -52,7 +52,6 @@ from marsopt.step.tables import (
 SMALL = 4096  # elements; a copy of fewer costs less than a call of a graph
 WIDTH = 64  # elements of a row of small tensors: each begins at a cache line
 
-Result = TypeVar("Result")
 Say = Callable[[int, str], None]
 
 
@@ -142,19 +141,15 @@ def call(kind: Call, tensors: list[Tensor]) -> Any:
 # ---- memory --------------------------------------------------------------------------
 
 
-def dense_view(x: Tensor, parts: Parts) -> Tensor | None:
-    """Return a tensor (P, n) over the memory of ``x``; None if that has gaps, or if the
-    parts are no runs. It is no view of ``x``, whose dims Dynamo would guard: writes
-    into it are counted by ``Graphs.finish``.
+def leaf_views(leaf: Leaf) -> list[Tensor] | None:
+    """Return x and the buffers of a leaf as tensors (P, n) over their memory; None if
+    their strides differ, or their memory has gaps.
     """
-    order = sorted(range(x.ndim), key=x.stride, reverse=True)
-    if not x.is_contiguous() and (
-        parts.num > 1 or not x.permute(order).is_contiguous()
-    ):
+    if any(t.stride() != leaf.x.stride() for t in leaf.tensors):
         return None
-    size = parts.num, parts.sizes[0]
-    memory = torch.empty(0, dtype=x.dtype, device=x.device)
-    return memory.set_(x.untyped_storage(), x.storage_offset(), size, (size[1], 1))
+    views = [dense_view(t, leaf.parts) for t in leaf.tensors]
+    found = [view for view in views if view is not None]
+    return found if len(found) == len(views) else None
 
 
 def batch_dtype(algorithm: Algorithm, x: Tensor) -> torch.dtype:
@@ -334,24 +329,18 @@ class BoundGroup:
 
     def _single(self, leaf: Leaf) -> Single | None:
         """Return views of a leaf; None if a step copies it."""
-        x, parts = leaf.x, leaf.parts
         # Dynamo makes a graph of its own for a size of 1
-        if x.numel() < (max(SMALL, 2) if x.device.type == "cpu" else 2):
+        if leaf.x.numel() < (max(SMALL, 2) if leaf.x.device.type == "cpu" else 2):
             return None
-        if any(t.stride() != x.stride() for t in leaf.tensors):
-            return None
-        views = [dense_view(t, parts) for t in leaf.tensors]
-        found = [view for view in views if view is not None]
-        if len(found) < len(views):
-            return None
-        return Single(found[0], found[1:], x.stride())
+        views = leaf_views(leaf)
+        return None if views is None else Single(views[0], views[1:], leaf.x.stride())
 
-    def gradient(self, i: int, g: Tensor) -> Tensor:
-        """Return a gradient as its leaf lies, (P, n)."""
-        leaf, single = self.group.leaves[i], self.singles[i]
-        if g.stride() != single.strides:
-            g = torch.empty_like(leaf.x, dtype=g.dtype).copy_(g.view_as(leaf.x))
-        view = dense_view(g, leaf.parts)
+    def as_parts(self, i: int, tensor: Tensor) -> Tensor:
+        """Return a gradient or direction as its leaf lies, (P, n)."""
+        leaf = self.group.leaves[i]
+        if tensor.stride() != self.singles[i].strides:
+            tensor = laid_as(leaf.x, tensor, tensor.dtype)
+        view = dense_view(tensor, leaf.parts)
         assert view is not None
         return view
 
@@ -587,8 +576,7 @@ class Graphs:
         kind = self._kind(number)._replace(has_output=False)
         for i in members:
             if i in bound.singles:
-                o = self._gradient(bound, i, directions[number, i])
-                assert o is not None
+                o = bound.as_parts(i, directions[number, i])
                 tensors = [*self._rows[number][i], bound.singles[i].x, o]
                 self.compute(apply, kind, tensors)
         flat = bound.flat
@@ -625,7 +613,7 @@ class Graphs:
         if g is None and self._is_local:
             return None
         x = bound.group.leaves[i].x
-        return bound.gradient(i, torch.zeros_like(x) if g is None else g)
+        return bound.as_parts(i, torch.zeros_like(x) if g is None else g)
 
     def _rows_of(self, number: int, flat: FlatSet) -> list[Tensor]:
         """Return ok and scalars of the rows of small tensors."""

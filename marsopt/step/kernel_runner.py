@@ -1,96 +1,98 @@
 """The runner of printed kernels: on a GPU one launch updates all tensors of a formula.
-Graphs take formulas that the printer does not know, and tensors with gaps in memory.
+Graphs take a user's components, formulas with an operator that the printer lacks, and
+tensors with gaps in memory.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.dtypes import working
 from marsopt.step import step
-from marsopt.step.compiling import named_range
+from marsopt.step.compiling import KEPT, named_range
 from marsopt.step.expressions import Unprintable
 from marsopt.step.graph_runner import (
     Graphs,
     batch_dtype,
-    dense_view,
+    leaf_views,
     matrix_outputs,
     widest,
 )
 from marsopt.step.kernels import AddressTable, Blocks, SumsKernel, UpdateKernel
+from marsopt.step.parts import laid_as
 from marsopt.step.printer import print_sums, print_update
 from marsopt.step.step import Gradients, Group, Leaf, Place
 from marsopt.step.tables import Decision, Formula, StepScalars, formula, num_columns
 
-KEPT = 256  # kernels of the process, the latest
-
 Dtypes = tuple[tuple[str, torch.dtype], ...]  # of operands, by name
 
 
+def update(
+    algorithm: Algorithm, s: StepScalars, tensors: dict[str, Tensor], position: Tensor
+) -> dict[str, Tensor]:
+    """Return new values: of x, or of the matrices o for owners if these have a tensor
+    of their own, and of the buffers.
+    """
+    buffers = {k: v for k, v in tensors.items() if k in algorithm.buffers}
+    index = position if algorithm.stochastic_rounding else None
+    out, new = step.new_values(algorithm, s, tensors["x"], tensors["g"], buffers, index)
+    if not algorithm.matrix_only:
+        assert out is not None
+        return {"x": out, **new}
+    return {**new, "o": new["m"] if out is None else out} if "o" in tensors else new
+
+
+def apply(
+    algorithm: Algorithm, s: StepScalars, tensors: dict[str, Tensor], position: Tensor
+) -> dict[str, Tensor]:
+    """Return the new x of a matrix algorithm, from x and the owners' results o."""
+    assert s.scale is not None
+    x, o = working(tensors["x"]), working(tensors["o"])
+    return {"x": algorithm.matrix_preconditioner.apply(x, o, s.rule, s.scale)}
+
+
 @lru_cache(maxsize=KEPT)
-def update_kernel(kind: Formula, operands: Dtypes, num_columns: int) -> UpdateKernel:
-    """Return the kernel of a formula's ``step.new_values``.
+def update_kernel(
+    function: Callable[..., dict[str, Tensor]],
+    kind: Formula,
+    operands: Dtypes,
+    num_columns: int,
+) -> UpdateKernel:
+    """Return the kernel of ``update`` or ``apply``.
 
     Args:
+        function: ``update`` or ``apply``.
         kind: the formula.
-        operands: x, g, buffers by symbol and, if the matrices for owners have a tensor
-            of their own, o.
+        operands: the tensors of ``function``.
         num_columns: of the table of scalars.
 
     Raises:
         Unprintable: an operator has no Triton expression.
     """
     algorithm, dtypes = kind.algorithm, dict(operands)
-    unread = torch.empty(())  # a kernel reads ok by itself
+    unread = torch.empty((), device="cpu")  # a kernel reads ok by itself
 
     def body(
         tensors: dict[str, Tensor], columns: tuple[Tensor, ...], position: Tensor
     ) -> dict[str, Tensor]:
         s = StepScalars.read(algorithm, unread, columns)
-        buffers = {k: v for k, v in tensors.items() if k in algorithm.buffers}
-        index = position if algorithm.stochastic_rounding else None
-        x, g = tensors["x"], tensors["g"]
-        out, new = step.new_values(algorithm, s, x, g, buffers, index)
-        if not algorithm.matrix_only:
-            assert out is not None
-            return {"x": out, **new}
-        return {**new, "o": new["m"] if out is None else out} if "o" in dtypes else new
+        return function(algorithm, s, tensors, position)
 
     dtype = torch.promote_types(dtypes["x"], torch.float32)
-    title = f"update of {algorithm}"
-    return UpdateKernel(print_update(title, body, dtypes, num_columns, dtype))
-
-
-@lru_cache(maxsize=KEPT)
-def apply_kernel(kind: Formula, operands: Dtypes, num_columns: int) -> UpdateKernel:
-    """Return the kernel that moves x of a matrix algorithm, from x and o; arguments and
-    exception are as of ``update_kernel``.
-    """
-    algorithm, dtypes = kind.algorithm, dict(operands)
-    unread = torch.empty(())
-
-    def body(
-        tensors: dict[str, Tensor], columns: tuple[Tensor, ...], position: Tensor
-    ) -> dict[str, Tensor]:
-        s = StepScalars.read(algorithm, unread, columns)
-        assert s.scale is not None
-        x, o = working(tensors["x"]), working(tensors["o"])
-        return {"x": algorithm.matrix_preconditioner.apply(x, o, s.rule, s.scale)}
-
-    dtype = torch.promote_types(dtypes["x"], torch.float32)
-    title = f"apply of {algorithm}"
+    title = f"{function.__name__} of {algorithm}"
     return UpdateKernel(print_update(title, body, dtypes, num_columns, dtype))
 
 
 @lru_cache(maxsize=KEPT)
 def sums_kernel(operands: Dtypes) -> SumsKernel:
-    """Return the kernel of ``step.products``: of g and, if there is one, h."""
+    """Return the kernel of ``step.products``, over g and, if operands have it, h."""
 
     def body(tensors: dict[str, Tensor]) -> list[Tensor]:
         h = working(tensors["h"]) if "h" in tensors else None
@@ -128,7 +130,9 @@ class LaunchSet:
         positions = torch.cat(numbers) if numbers else None
         self.blocks = Blocks(sizes, device, positions=positions)
         kinds = list(self.dtypes.values())
-        self._table = AddressTable(kinds, tensors, torch.tensor(starts), device)
+        self._table = AddressTable(
+            kinds, tensors, torch.tensor(starts, device="cpu"), device
+        )
         self._fixed = {
             name: None
             if name in ("g", "o")
@@ -146,27 +150,15 @@ class LaunchSet:
 
     def laid_out(
         self, name: str, tensors: Sequence[Tensor | None]
-    ) -> tuple[list[Tensor | None], int]:
-        """Return an operand of this step in its dtype, laid out as the leaves, and how
-        many of its tensors had to be copied for that.
-        """
-        dtype, num_copied = self.dtypes[name], 0
-        laid: list[Tensor | None] = list(tensors)
-        present = [tensor for tensor in tensors if tensor is not None]
-        if (
-            len(present) == len(laid)
-            and list(map(Tensor.stride, present)) == self._strides
-            and {tensor.dtype for tensor in present} == {dtype}
-        ):
-            return laid, 0
+    ) -> list[Tensor | None]:
+        """Return an operand of this step in its dtype, laid out as the leaves."""
+        dtype, laid = self.dtypes[name], list(tensors)
         for n, tensor in enumerate(tensors):
             if tensor is None:
                 continue
             if tensor.dtype != dtype or tensor.stride() != self._strides[n]:
-                x = self._leaves[n].x
-                copy = torch.empty_like(x, dtype=dtype)
-                laid[n], num_copied = copy.copy_(tensor.view_as(x)), num_copied + 1
-        return laid, num_copied
+                laid[n] = laid_as(self._leaves[n].x, tensor, dtype)
+        return laid
 
     def addresses(self, given: Mapping[str, Sequence[Tensor | None]]) -> Tensor:
         """Return the addresses on the device; ``given`` are this step's operands. A
@@ -181,21 +173,24 @@ class LaunchSet:
 
 
 class Kernels(Graphs):
-    """A runner that launches printed kernels over tensors where they lie.
+    """A runner that launches printed kernels over tensors in their own memory.
 
     Args:
         groups, kwargs: as ``Graphs`` has them.
     """
 
     def __init__(self, groups: Sequence[Group], **kwargs: Any) -> None:
-        self.num_copied = 0  # gradients and directions that lie otherwise than leaves
-        self._say = kwargs["say"]
+        self._all, self._say = groups, kwargs["say"]
         self._columns = [num_columns(group.algorithm) for group in groups]
         self._printed = [self._printable(*item) for item in enumerate(groups)]
-        self._taken = list(map(set, self._printed))
         self._sets: dict[Any, LaunchSet] = {}
-        self._all = groups
         super().__init__(groups, taken=self._printed, **kwargs)
+        # of each printed leaf, the leaves of its group that one launch updates
+        self._together: dict[Place, list[int]] = {}
+        for number, printed in enumerate(map(set, self._printed)):
+            for places in self._portions:
+                members = [i for n, i in places if n == number and i in printed]
+                self._together |= {(number, i): members for i in members}
 
     def _printable(self, number: int, group: Group) -> list[int]:
         """Return the leaves of a group that kernels update: none of a user's component,
@@ -213,7 +208,7 @@ class Kernels(Graphs):
         if group.algorithm.matrix_only and group.algorithm.makes_matrix:
             operands["o"] = batch_dtype(group.algorithm, leaf.x)
         try:
-            update_kernel(kind, tuple(operands.items()), columns)
+            update_kernel(update, kind, tuple(operands.items()), columns)
         except Unprintable as error:
             self._say(
                 logging.INFO,
@@ -246,15 +241,12 @@ class Kernels(Graphs):
     ) -> None:
         group = self._all[number]
         of_members = [grads[i] for i in members]
-        names = ["g"] if group.algorithm.h_from is None else ["g", "h"]
-        operands = _operands(
-            group, group.leaves[members[0]], widest(of_members, torch.float32)
-        )
-        operands = {name: operands[name] for name in names}
+        operands = {"g": widest(of_members, torch.float32)}
+        if group.algorithm.h_from is not None:
+            operands["h"] = group.leaves[members[0]].buffers["h"].dtype
         kernel = sums_kernel(tuple(operands.items()))
         launched = self._set(kernel, number, members, operands)
-        laid, num = launched.laid_out("g", of_members)
-        self.num_copied += num
+        laid = launched.laid_out("g", of_members)
         totals = kernel(launched.blocks, launched.addresses({"g": laid}))
         if len(members) == len(group.leaves):
             sums[number] = totals
@@ -269,16 +261,19 @@ class Kernels(Graphs):
 
     def _moves(self, place: Place) -> bool:
         number, i = place
-        return i in self._taken[number] or super()._moves(place)
+        if place in self._together:
+            return self._grads[number][i] is not None
+        return super()._moves(place)
 
     def _update(
         self, number: int, members: list[int], outputs: dict[Place, Tensor]
     ) -> None:
         super()._update(number, members, outputs)
-        members = [i for i in members if i in self._taken[number]]
+        members = [i for i in members if (number, i) in self._together]
         if not members:
             return
-        group, grads = self._all[number], [self._grads[number][i] for i in members]
+        together = self._together[number, members[0]]
+        group, grads = self._all[number], [self._grads[number][i] for i in together]
         algorithm, leaves = group.algorithm, [group.leaves[i] for i in members]
         operands = _operands(group, leaves[0], widest(grads, leaves[0].x.dtype))
         given: dict[str, Sequence[Tensor | None]] = {"g": grads}
@@ -286,41 +281,35 @@ class Kernels(Graphs):
             made = matrix_outputs(algorithm, leaves, self._is_batch)
             outputs |= {(number, i): o for i, o in zip(members, made, strict=True)}
             if self._is_batch or algorithm.makes_matrix:
-                operands["o"], given["o"] = made[0].dtype, made
-        kernel = update_kernel(
-            formula(algorithm), tuple(operands.items()), self._columns[number]
-        )
-        self._launch(kernel, number, members, operands, given)
+                operands["o"] = made[0].dtype
+                given["o"] = [outputs.get((number, i)) for i in together]
+        self._launch(update, number, together, operands, given)
 
     def _apply(
         self, number: int, members: list[int], directions: dict[Place, Tensor]
     ) -> None:
         super()._apply(number, members, directions)
-        members = [i for i in members if i in self._taken[number]]
+        members = [i for i in members if (number, i) in self._together]
         if not members:
             return
-        group, given = self._all[number], [directions[number, i] for i in members]
-        operands = {"x": group.leaves[members[0]].x.dtype, "o": given[0].dtype}
-        kernel = apply_kernel(
-            formula(group.algorithm),
-            tuple(operands.items()),
-            self._columns[number],
-        )
-        self._launch(kernel, number, members, operands, {"o": given})
+        together = self._together[number, members[0]]
+        given = [directions.get((number, i)) for i in together]
+        group, dtype = self._all[number], directions[number, members[0]].dtype
+        operands = {"x": group.leaves[members[0]].x.dtype, "o": dtype}
+        self._launch(apply, number, together, operands, {"o": given})
 
     def _launch(
         self,
-        kernel: UpdateKernel,
+        function: Callable[..., dict[str, Tensor]],
         number: int,
         members: list[int],
         operands: Mapping[str, torch.dtype],
         given: dict[str, Sequence[Tensor | None]],
     ) -> None:
+        kind, columns = formula(self._all[number].algorithm), self._columns[number]
+        kernel = update_kernel(function, kind, tuple(operands.items()), columns)
         launched = self._set(kernel, number, members, operands)
-        laid = {}
-        for name, tensors in given.items():
-            laid[name], num = launched.laid_out(name, tensors)
-            self.num_copied += num
+        laid = {name: launched.laid_out(name, x) for name, x in given.items()}
         ok = self._decision.ok_parts[number][launched.rows]
         table = self._decision.tables[number][launched.rows]
         kernel(launched.blocks, launched.addresses(laid), ok, table)
@@ -340,10 +329,8 @@ class Kernels(Graphs):
 
 def _is_dense(leaf: Leaf) -> bool:
     """Return whether a kernel finds the parts of a leaf in its memory."""
-    if any(t.stride() != leaf.x.stride() for t in leaf.tensors):
-        return False
     has_runs = leaf.numbers is None or leaf.numbers.ndim == 2
-    return has_runs and dense_view(leaf.x, leaf.parts) is not None
+    return has_runs and leaf_views(leaf) is not None
 
 
 def _operands(group: Group, leaf: Leaf, g: torch.dtype) -> dict[str, torch.dtype]:

@@ -14,14 +14,12 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from marsopt.step.printer import BLOCK, CHUNK, NARROW, NUM_WARPS, Printed
-
-RING = 4  # host buffers: a step fills one while the copies of earlier steps wait
 
 
 def available(device: torch.device) -> bool:
@@ -42,10 +40,8 @@ class Blocks:
     Args:
         sizes: elements of each of P parts.
         device: device of the parts.
-        positions: (P, 3), base, run and stride of each part, run at least 1: its
-            element i has the number base + i // run * stride + i % run in the whole
-            unsharded tensor.
-            None: each part is a whole tensor.
+        positions: (P, 3), the ``parts.Position`` of each part; None: no kernel reads
+            them.
         block: elements of a program, a power of two.
     """
 
@@ -54,22 +50,21 @@ class Blocks:
         sizes: Sequence[int],
         device: torch.device,
         *,
-        positions: Sequence[tuple[int, int, int]] | Tensor | None = None,
+        positions: Tensor | None = None,
         block: int = BLOCK,
     ) -> None:
-        if positions is None:
-            positions = [(0, max(size, 1), 0) for size in sizes]
-        numbers = torch.tensor(sizes, dtype=torch.int64)
+        numbers = torch.tensor(sizes, dtype=torch.int64, device="cpu")
         counts = (numbers + block - 1) // block
         parts = torch.repeat_interleave(counts)
         firsts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        blocks = torch.arange(len(parts)) - firsts[parts]
+        blocks = torch.arange(len(parts), device="cpu") - firsts[parts]
         self.num_parts, self.num_blocks = len(numbers), len(parts)
         self.num_elements = sum(sizes)
         self.block, self.device = block, device
         self.sizes = numbers.to(device)  # (P,)
-        by_part = torch.as_tensor(positions, dtype=torch.int64).view(-1, 3)
-        self.positions = by_part.mT.contiguous().to(device)  # (3, P)
+        if positions is None:
+            positions = numbers.new_zeros(len(numbers), 3)
+        self.positions = positions.mT.contiguous().to(device)  # (3, P)
         self.parts = parts.to(device, torch.int32)  # (num_blocks,)
         self.blocks = blocks.to(device, torch.int32)  # (num_blocks,), inside its part
         self.firsts = firsts.to(device, torch.int32)  # (P + 1,) blocks before each part
@@ -81,8 +76,7 @@ class AddressTable:
     Args:
         operands: dtypes of K operands.
         tensors: of each of P parts, the position of its tensor among N.
-        offsets: elements from the start of an operand's tensor to each part, (P,) or,
-            if operands differ, (K, P).
+        offsets: (P,) elements from the start of each part's tensor to the part.
         device: device of the parts.
     """
 
@@ -93,17 +87,15 @@ class AddressTable:
         offsets: Tensor,
         device: torch.device,
     ) -> None:
-        itemsizes = torch.tensor([[dtype.itemsize] for dtype in operands])
-        self._tensors = torch.tensor(tensors, dtype=torch.int64)
+        itemsizes = torch.tensor([[dtype.itemsize] for dtype in operands], device="cpu")
+        self._tensors = torch.tensor(tensors, dtype=torch.int64, device="cpu")
         self._offsets = itemsizes * offsets  # (K, P) bytes
         self._table = torch.empty_like(self._offsets, device=device)
         self._device, self._is_cuda = device, device.type == "cuda"
         self._sent: list[list[int]] | None = None
-        self._ring: list[_HostBuffer] = []
         # made before a capture, which may not allocate pinned memory
-        self._spare: _HostBuffer | None = self._host_buffer()
-        self._captured: list[tuple[_HostBuffer, Tensor]] = []
-        self.num_copies = 0  # to the device, but for captured ones
+        self._spare: Tensor | None = self._host_table()
+        self._captured: list[tuple[Tensor, Tensor]] = []
 
     def on_device(self, addresses: Sequence[Sequence[int]]) -> Tensor:
         """Return the table, (K, P) int64, for kernels that follow on this stream.
@@ -119,46 +111,31 @@ class AddressTable:
         with device_guard(self._device):
             if self._is_cuda and torch.cuda.is_current_stream_capturing():
                 return self._capture(addresses)
-            self._spare = self._spare or self._host_buffer()
+            if self._spare is None:
+                self._spare = self._host_table()
             if addresses != self._sent:
-                self._send(addresses)
+                # torch keeps pinned memory until copies from it have ended
+                self._send(self._host_table(), addresses, self._table)
+                self._sent = [list(row) for row in addresses]
         return self._table
 
     def _capture(self, addresses: Sequence[Sequence[int]]) -> Tensor:
-        buffer, self._spare = self._spare or self._host_buffer(), None
-        table = torch.empty_like(self._table)
-        self._captured.append((buffer, table))
-        self._fill(buffer.tensor, addresses)
-        return table.copy_(buffer.tensor, non_blocking=True)
+        host = self._host_table() if self._spare is None else self._spare
+        table, self._spare = torch.empty_like(self._table), None
+        self._captured.append((host, table))
+        return self._send(host, addresses, table)
 
-    def _send(self, addresses: Sequence[Sequence[int]]) -> None:
-        if len(self._ring) < RING:
-            self._ring.append(self._host_buffer())
-        buffer = self._ring[self.num_copies % RING]
-        if buffer.copied is not None:
-            buffer.copied.synchronize()
-        self._fill(buffer.tensor, addresses)
-        self._table.copy_(buffer.tensor, non_blocking=True)
-        if buffer.copied is not None:
-            buffer.copied.record()
-        self._sent = [list(row) for row in addresses]
-        self.num_copies += 1
-
-    def _fill(self, table: Tensor, addresses: Sequence[Sequence[int]]) -> None:
-        of_tensors = torch.tensor(addresses, dtype=torch.int64)
+    def _send(
+        self, host: Tensor, addresses: Sequence[Sequence[int]], table: Tensor
+    ) -> Tensor:
+        """Copy addresses into a table on the device, by way of a table on the host."""
+        of_tensors = torch.tensor(addresses, dtype=torch.int64, device="cpu")
         starts = of_tensors.index_select(1, self._tensors)
-        torch.where(starts == 0, starts, starts + self._offsets, out=table)
+        torch.where(starts == 0, starts, starts + self._offsets, out=host)
+        return table.copy_(host, non_blocking=True)
 
-    def _host_buffer(self) -> _HostBuffer:
-        table = torch.empty_like(self._offsets, pin_memory=self._is_cuda)
-        return _HostBuffer(table, torch.cuda.Event() if self._is_cuda else None)
-
-
-class _HostBuffer(NamedTuple):
-    """Memory on the host that is copied to the device, pinned if that is a GPU."""
-
-    tensor: Tensor  # (K, P) int64
-    copied: torch.cuda.Event | None  # after the last copy from it
+    def _host_table(self) -> Tensor:
+        return torch.empty_like(self._offsets, pin_memory=self._is_cuda)
 
 
 # ---- launches ------------------------------------------------------------------------
@@ -173,21 +150,7 @@ class Kernel:
 
     def __init__(self, printed: Printed) -> None:
         self.printed = printed
-        self.num_launches = 0  # since it was made; a capture counts once
         self._module = load(printed.source)
-
-    @property
-    def source(self) -> str:
-        """The Triton source."""
-        return self.printed.source
-
-    def bytes_read(self, parts: Blocks) -> int:
-        """Bytes of operands that a launch over ``parts`` loads, if all parts move."""
-        return self.printed.bytes_read * parts.num_elements
-
-    def bytes_written(self, parts: Blocks) -> int:
-        """Bytes of operands that a launch over ``parts`` stores, if all parts move."""
-        return self.printed.bytes_written * parts.num_elements
 
     def _launch_blocks(self, parts: Blocks, addresses: Tensor, *args: Tensor) -> None:
         """Launch a program for each block of ``parts``."""
@@ -211,7 +174,6 @@ class Kernel:
     ) -> None:
         if num:
             function[(num,)](*args, **sizes)
-            self.num_launches += 1
 
 
 class UpdateKernel(Kernel):
@@ -265,14 +227,14 @@ class SumsKernel(Kernel):
 
 
 def device_guard(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which ``device`` is the current GPU."""
+    """Return a context that makes ``device`` the current GPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache
 def load(source: str) -> ModuleType:
-    """Import Triton source from a file, where Triton looks for the text of a function:
-    in inductor's cache, by the hash of the source.
+    """Import Triton source from a file, since Triton reads a function's text there. The
+    file lies in inductor's cache, named by the hash of the source.
     """
     name = f"marsopt_{hashlib.sha256(source.encode()).hexdigest()[:32]}"
     path = _folder() / f"{name}.py"

@@ -1,17 +1,18 @@
-"""The methods by which a rule meets a mesh, over lists of leaves; here for tensors that
-live whole in one process.
+"""A rule meets a mesh by these methods, over lists of leaves. ``LOCAL`` implements them
+for tensors that live whole in one process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from marsopt.rules.buffers import owned_joined, owned_parts
+from marsopt.rules.buffers import owned_parts
 from marsopt.rules.dtypes import working_dtype
 from marsopt.rules.matrices import LARGE, Matrices
 from marsopt.rules.preconditioner import (
@@ -28,12 +29,6 @@ class MatrixParam(NamedTuple):
     matrices: Matrices
     preconditioner: MatrixPreconditioner
 
-    def num_flops(self, device_type: str) -> int:
-        """Return the FLOPs of its matrices in one step, on average."""
-        cost = self.preconditioner.cost.on(device_type)
-        shapes = self.matrices.shapes_in(self.tensor.shape)
-        return sum(num * cost.num_flops(*shape) for num, shape in shapes)
-
 
 class Owned(NamedTuple):
     """Which matrices of a leaf have their owner here, by number."""
@@ -44,7 +39,7 @@ class Owned(NamedTuple):
 class OwnerBuffer(NamedTuple):
     """An owner's buffer of the matrices of a leaf."""
 
-    owned: Tensor  # (number here, *shape); flat where matrices have several shapes
+    owned: Tensor  # (number here, *shape); flat if matrices have several shapes
     leaf: Tensor
     sizes: tuple[int, ...]  # entries along its first dim, of each matrix of the leaf
     owns: Owned
@@ -54,15 +49,15 @@ Tensors = tuple[Tensor, ...]
 
 
 class Request(NamedTuple):
-    """What one leaf has for the owners of its matrices."""
+    """The work of one leaf for the owners of its matrices."""
 
     input: MatrixInput  # this process's piece of the leaf
     tensor: Tensor  # the parameter, as its owner holds it
     matrices: Matrices
     preconditioner: MatrixPreconditioner
     stage: Hashable = None
-    # returns owners' buffers after the step, from the old and the new ones; None if it
-    # has written into the old ones
+    # returns owners' buffers after the step, from the old and the new buffers; None if
+    # it has written into the old buffers
     keep: Callable[[Tensors, tuple[Tensor | None, ...]], Tensors | None] = (
         lambda old, new: None
     )
@@ -73,7 +68,7 @@ class Request(NamedTuple):
 
     @property
     def factor_dtype(self) -> torch.dtype:
-        """Return the dtype in which a factor comes back: the step's working dtype."""
+        """Return the dtype of the factor that comes back: the step's working dtype."""
         return working_dtype(self.input.matrix)
 
     @property
@@ -104,17 +99,25 @@ def batches_of(request: Request) -> list[MatrixInput]:
     """Return the matrices of a leaf; matrices of one shape as a batch."""
     whole, matrices, shape = request.input, request.matrices, request.tensor.shape
     batches = matrices.unbound(whole.matrix, shape)
-    owned: list[list[Tensor]] = []
-    for symbol, buffer in zip(request.preconditioner.owned, whole.owned, strict=False):
-        if matrices.is_even(shape):
-            owned.append([buffer[0] if batches[0].ndim == 2 else buffer])
-            continue
-        of_matrix = request.preconditioner.buffers[symbol].shape
-        sizes = [x.shape[:-2] + of_matrix(x.shape[-2:], matrices) for x in batches]
-        owned.append(owned_parts(buffer, sizes))
+    if matrices.is_even(shape):
+        owned = [[x[0] if batches[0].ndim == 2 else x] for x in whole.owned]
+    else:
+        owned = owned_views(request, [batch.shape for batch in batches])
     return [
         whole._replace(matrix=batch, owned=tuple(o[i] for o in owned))
         for i, batch in enumerate(batches)
+    ]
+
+
+def owned_views(request: Request, shapes: Sequence[torch.Size]) -> list[list[Tensor]]:
+    """Return views of the owner's buffers, which are flat if matrices have several
+    shapes: of each buffer a view for each of these (..., rows, cols).
+    """
+    preconditioner, matrices = request.preconditioner, request.matrices
+    buffers = [preconditioner.buffers[symbol] for symbol in preconditioner.owned]
+    return [
+        owned_parts(flat, [x[:-2] + buffer.shape(x[-2:], matrices) for x in shapes])
+        for flat, buffer in zip(request.input.owned, buffers, strict=False)
     ]
 
 
@@ -135,8 +138,9 @@ def joined(request: Request, results: Sequence[MatrixOutput]) -> MatrixOutput:
 
 def _joined(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
     """Return the elements of all parts, in order, in this shape."""
-    whole = parts[0] if len(parts) == 1 else owned_joined(parts)
-    return whole.reshape(shape)
+    if len(parts) == 1:
+        return parts[0].reshape(shape)
+    return torch.cat([part.flatten() for part in parts]).view(shape)
 
 
 def precondition_matrices(requests: Sequence[Request]) -> list[MatrixOutput]:
@@ -161,10 +165,7 @@ def precondition_matrices(requests: Sequence[Request]) -> list[MatrixOutput]:
 
 
 def flat_indices(
-    shape: torch.Size,
-    cuts: Mapping[int, Tensor],
-    device: torch.device,
-    dtype: torch.dtype = torch.int64,
+    shape: torch.Size, cuts: Mapping[int, Tensor], device: torch.device
 ) -> Tensor:
     """Return the numbers of a piece's elements in the whole tensor, row by row.
 
@@ -172,36 +173,37 @@ def flat_indices(
         shape: of the whole tensor, or its first dims.
         cuts: of the tensor, as ``Collectives.cuts`` returns them.
         device: of the piece.
-        dtype: of the numbers.
     """
     cuts = {dim: indices for dim, indices in cuts.items() if dim < len(shape)}
-    # dims behind all cuts are one, so that a compiled loop over them is
+    # dims behind all cuts are one dim, so that a compiled loop over them is one loop
     first = max(cuts, default=-1) + 1
     stride = shape[first:].numel()
-    flat_index = torch.arange(stride, dtype=dtype, device=device).view(shape[first:])
+    flat_index = torch.arange(stride, device=device).view(shape[first:])
     for dim in reversed(range(first)):
         indices = cuts.get(dim)
         if indices is None:
             indices = torch.arange(shape[dim], device=device)
-        indices = indices.to(device=device, dtype=dtype) * stride
+        indices = indices.to(device=device) * stride
         flat_index = flat_index + indices.view(-1, *[1] * (len(shape) - 1 - dim))
         stride *= shape[dim]
     return flat_index
 
 
-def flat_row_indices(
-    shape: torch.Size,
-    cuts: Mapping[int, Tensor],
-    matrices: Matrices,
-    device: torch.device,
-) -> Tensor | None:
-    """Return which rows of all ``matrices`` of a tensor lie here: their numbers among
-    all of them, in the order of the piece's; None = all.
+def rows_here(
+    shape: torch.Size, cuts: Mapping[int, Tensor], matrices: Matrices
+) -> list[tuple[int, int]]:
+    """Return each matrix that has rows in a piece of a tensor, in order: its number
+    among all ``matrices`` of the tensor, and how many of its rows lie here.
     """
     row_shape = matrices.row_shape(shape)
+    rows = matrices.part_rows(shape) * max(1, row_shape[:-1].numel())
     if all(dim >= len(row_shape) for dim in cuts):
-        return None
-    return flat_indices(row_shape, cuts, device).flatten()
+        return list(enumerate(rows))
+    here = flat_indices(row_shape, cuts, torch.device("cpu")).flatten()
+    ends = torch.tensor([*accumulate(rows)], device="cpu")
+    numbers = torch.searchsorted(ends, here, right=True)
+    numbers, counts = numbers.unique_consecutive(return_counts=True)
+    return list(zip(numbers.tolist(), counts.tolist(), strict=True))
 
 
 @runtime_checkable
@@ -231,7 +233,7 @@ class Collectives(Protocol):
     def local(self, tensor: Tensor, like: Tensor | None = None) -> Tensor:
         """The piece of ``tensor`` that this process holds, sharing its storage. Of a
         gradient, ``like`` is its parameter: a gradient that is laid out otherwise (as
-        pending sums, for one) is brought into the parameter's layout first.
+        pending sums, for example) is brought into the parameter's layout first.
         """
 
     def wrap(self, local: Tensor, like: Tensor) -> Tensor:
@@ -281,7 +283,7 @@ class LocalCollectives:
     """One process holds everything: sums are complete, matrices are whole."""
 
     def __reduce__(self) -> str:
-        return "LOCAL"  # copies and pickles are this one
+        return "LOCAL"  # copies and pickles are this object
 
     def __repr__(self) -> str:
         return "LOCAL"
@@ -291,7 +293,7 @@ class LocalCollectives:
 
         Raises:
             ValueError: ``tensor`` is sharded (a DTensor): its norm would silently be
-                one shard's; or it is another wrapper of tensors.
+                a shard's; or it is another wrapper of tensors.
         """
         if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
             what = f"got a {type(tensor).__name__} of shape {tuple(tensor.shape)}"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from marsopt.rules.algorithm import Algorithm
-from marsopt.step.owners import flat_indices, flat_row_indices
+from marsopt.step.owners import rows_here
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,26 @@ class Parts:
         return Parts(sizes, tuple(norms), matrices, num * self.num_norms)
 
 
+def dense_view(x: Tensor, parts: Parts) -> Tensor | None:
+    """Return a tensor (P, n) over the memory of ``x``; None if that has gaps, or if the
+    parts are no runs. It is no view of ``x``, whose dims Dynamo would guard: writes
+    into it are counted by ``Graphs.finish``.
+    """
+    order = sorted(range(x.ndim), key=x.stride, reverse=True)
+    if not x.is_contiguous() and (
+        parts.num > 1 or not x.permute(order).is_contiguous()
+    ):
+        return None
+    size = parts.num, parts.sizes[0]
+    memory = torch.empty(0, dtype=x.dtype, device=x.device)
+    return memory.set_(x.untyped_storage(), x.storage_offset(), size, (size[1], 1))
+
+
+def laid_as(x: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy of ``other`` in this dtype that lies in memory as ``x``."""
+    return torch.empty_like(x, dtype=dtype).copy_(other.view_as(x))
+
+
 def has_several_parts(algorithm: Algorithm, shape: torch.Size) -> bool:
     """Return whether a tensor of this shape has more than one norm, or matrices of
     several shapes.
@@ -84,19 +104,8 @@ def parts_of(
         return Parts((size,), (0,), (0,))
     if not size:
         return Parts((0,), (0,), (0,), norms)
-    lengths = matrices.part_rows(shape)
-    num_batches = matrices.row_shape(shape)[:-1].numel()
-    rows = flat_row_indices(shape, cuts, matrices, torch.device("cpu"))
-    if rows is None:
-        runs = list(enumerate(lengths * num_batches))
-        num_rows = sum(lengths) * num_batches
-    else:
-        starts = torch.tensor([*accumulate(lengths * num_batches)])
-        by_row = torch.searchsorted(starts, rows, right=True).tolist()
-        runs = [(matrix, len(list(run))) for matrix, run in groupby(by_row)]
-        num_rows = len(by_row)
-    runs = [(matrix, length) for matrix, length in runs if length]
-    cols = size // num_rows
+    runs = rows_here(shape, cuts, matrices)
+    cols = size // sum(length for _, length in runs)
     return Parts(
         tuple(length * cols for _, length in runs),
         tuple(matrix if norms > 1 else 0 for matrix, _ in runs),
@@ -129,7 +138,7 @@ def positions_of(
     shape: torch.Size, piece: torch.Size, cuts: Mapping[int, Tensor], parts: Parts
 ) -> list[Position] | None:
     """Return the positions of the parts of a piece; None: its numbers have no such
-    form, and ``element_numbers`` lists them.
+    form, and ``owners.flat_indices`` lists them.
 
     Args:
         shape: of the whole tensor.
@@ -143,7 +152,9 @@ def positions_of(
     base, inner = 0, len(shape)
     for dim, indices in cuts.items():
         first = int(indices[0])
-        if not torch.equal(indices.cpu(), torch.arange(first, first + len(indices))):
+        if not torch.equal(
+            indices.cpu(), torch.arange(first, first + len(indices), device="cpu")
+        ):
             return None
         base += first * strides[dim]
         if dim > 0:
@@ -159,10 +170,12 @@ def positions_of(
     return [Position(base + start // run * stride, run, stride) for start in starts]
 
 
-def element_numbers(
-    shape: torch.Size, cuts: Mapping[int, Tensor], device: torch.device
-) -> Tensor:
-    """Return the numbers of a piece's elements in a whole tensor of this shape, (n,)
-    int64: stochastic rounding chooses its noise by them.
+def numbers_of_elements(numbers: Tensor, shape: torch.Size) -> Tensor:
+    """Return the numbers of the elements of parts (P, n) in whole tensors, int64, from
+    ``Leaf.numbers``: ``Position`` of each part (P, 3), or a number of each element.
     """
-    return flat_indices(shape, cuts, device).flatten()
+    if numbers.ndim == 1:
+        return numbers.view(shape)
+    i = torch.arange(shape[1], device=numbers.device)
+    base, run, stride = numbers[:, :, None].unbind(1)
+    return base + i // run * stride + i % run

@@ -20,8 +20,7 @@ from marsopt.step.source import (
     UPDATE,
     Block,
     Operands,
-    check_names,
-    compute_source,
+    formula_source,
     indented,
     kernel_name,
     totals_source,
@@ -33,7 +32,7 @@ NUM_WARPS = 4  # on an H200 8,192 elements by 8 warps take 1.12 times as long
 # operands take, at most: more elements spill
 WIDE = {5: 4096, 9: 2048, 1 << 30: 1024}
 NARROW = 1024  # elements of a masked step
-CHUNK = 1024  # blocks whose sums are added at once
+CHUNK = 1024  # blocks: so many sums are added at once
 
 Update = Callable[[dict[str, Tensor], tuple[Tensor, ...], Tensor], Mapping[str, Tensor]]
 Sums = Callable[[dict[str, Tensor]], Sequence[Tensor]]
@@ -57,7 +56,7 @@ class Printed:
     def wide(self) -> int:
         """Elements of an unmasked step: their operands stay in registers."""
         sizes = [self.operands[n].itemsize for n in {*self.reads, *self.writes}]
-        # one of 16 bits is there packed and unpacked
+        # an operand of 16 bits is there packed and unpacked
         registers = sum(2 if size < 4 else size // 4 for size in sizes)
         registers += 2 * self.has_position
         return next(step for most, step in WIDE.items() if registers <= most)
@@ -95,7 +94,6 @@ def print_update(
     Raises:
         Unprintable: an operator of ``body`` has no Triton expression.
     """
-    check_names(operands)
     num_operands, written = len(operands), dict[str, None]()
 
     def flat(*values: Tensor) -> list[Tensor]:
@@ -123,7 +121,7 @@ def print_update(
     masked = [call]
     masked += [f"tl.store({name}, new_{name}, mask=has_{name})" for name in writes]
     lines = [*block.head(), *rows, *block.branches(wide, masked)]
-    source = compute_source(title, traced, values)
+    source = formula_source(title, traced, values)
     source += UPDATE.format(name=name, lines=indented(lines, 8))
     return Printed(
         name,
@@ -154,7 +152,6 @@ def print_sums(title: str, body: Sums, operands: Operands) -> Printed:
     def flat(*values: Tensor) -> list[Tensor]:
         return list(body(dict(zip(operands, values, strict=True))))
 
-    check_names(operands)
     traced = print_body(flat, operands, {})
     name, block = kernel_name(title), Block(operands, traced, ())
     values = [cast(v, computing_dtype(v.dtype)) for v in traced.results]
@@ -167,7 +164,7 @@ def print_sums(title: str, body: Sums, operands: Operands) -> Printed:
         masked.append(f"sum{i} += tl.sum(tl.where(lanes < size, term{i}, 0.0))")
         stores.append(f"tl.store(partials + {num_terms} * program + {i}, sum{i})")
     lines = [*block.head(), *zeros, *block.branches(wide, masked), *stores]
-    source = compute_source(title, traced, [value.text for value in values])
+    source = formula_source(title, traced, [value.text for value in values])
     source += SUMS.format(name=name, lines=indented(lines, 4))
     source += totals_source(name, num_terms)
     return Printed(name, source, dict(operands), block.reads, num_terms=num_terms)

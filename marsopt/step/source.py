@@ -7,45 +7,44 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from keyword import iskeyword
 from textwrap import indent, wrap
 
 import torch
 
-from marsopt.step.expressions import Body, Unprintable, triton_dtype
+from marsopt.step.expressions import Body, triton_dtype
 
-ALIGNMENT = 16  # bytes of the widest access
+WIDEST = 16  # bytes of the widest access
 
 Operands = Mapping[str, torch.dtype]  # by name, in the order of the address table
 
-COMPUTE = """\
+FORMULA = """\
 # marsopt: {title}
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def compute(
+def formula(
 {inputs}
 ):
 {lines}
 """
-# one binary, whatever the number of parts, wherever the tables lie
+# one binary for any number of parts, and any alignment of the tables
 UPDATE = """
 
 @triton.jit(
     do_not_specialize=["num_parts"],
     do_not_specialize_on_alignment=[
-        "addresses", "sizes", "positions", "parts", "blocks", "okays", "scalars",
+        "addresses", "sizes", "positions", "parts", "blocks", "moves", "scalars",
     ],
 )
 def {name}(
-    addresses, sizes, positions, parts, blocks, okays, scalars, num_parts,
+    addresses, sizes, positions, parts, blocks, moves, scalars, num_parts,
     BLOCK: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
 ):
     program = tl.program_id(0)
     part = tl.load(parts + program)
-    if tl.load(okays + part):
+    if tl.load(moves + part):
 {lines}
 """
 SUMS = """
@@ -93,19 +92,6 @@ ONE_RUN = "position = base + start // run * stride + start % run + lanes"
 POSITION = "position = base + index // run * stride + index % run"
 
 
-WORDS = {"first", "index", "is_wide", "lanes"}
-WORDS |= {*re.findall(r"\w+", UPDATE + SUMS + START + RUNS + ONE_RUN + POSITION)}
-NUMBERED = re.compile(r"[st]\d+|\w+_address")
-
-
-def check_names(operands: Operands) -> None:
-    """Raise ``Unprintable`` if the source needs the name of an operand itself."""
-    for name in operands:
-        is_free = name.isidentifier() and not iskeyword(name) and name not in WORDS
-        if not is_free or NUMBERED.fullmatch(name):
-            raise Unprintable(f"an operand named {name!r}")
-
-
 def kernel_name(title: str) -> str:
     return re.sub(r"\W+", "_", title)
 
@@ -114,11 +100,11 @@ def indented(lines: Sequence[str], width: int) -> str:
     return indent("\n".join(lines), width * " ")
 
 
-def compute_source(title: str, traced: Body, values: Sequence[str]) -> str:
+def formula_source(title: str, traced: Body, values: Sequence[str]) -> str:
     """Return the function of elements, which the kernel calls."""
     inputs = indented(_wrapped(traced.used), 4)
     lines = indented([*traced.lines, f"return {', '.join(values)}"], 4)
-    return COMPUTE.format(title=title, inputs=inputs, lines=lines)
+    return FORMULA.format(title=title, inputs=inputs, lines=lines)
 
 
 def _wrapped(names: Sequence[str]) -> list[str]:
@@ -186,9 +172,9 @@ class Block:
         ]
 
     def condition(self) -> list[str]:
-        """Return the question whether the block is whole, aligned and in one run."""
+        """Return the test that a block is whole, aligned and in one run."""
         bits = " | ".join(f"{name}_address" for name in self.accessed)
-        lines = [f"is_wide = (size == BLOCK) & (({bits}) % {ALIGNMENT} == 0)"]
+        lines = [f"is_wide = (size == BLOCK) & (({bits}) % {WIDEST} == 0)"]
         lines += [f"is_wide &= {name}_address != 0" for name in self.accessed]
         if self.has_position:
             lines.append("is_wide &= start % run + BLOCK <= run")
@@ -198,10 +184,10 @@ class Block:
         lines = ["lanes = first + tl.arange(0, WIDE)"]
         lines += [ONE_RUN] if self.has_position else []
         for name in self.accessed:
-            address = f"tl.multiple_of({name}_address, {ALIGNMENT})"
+            address = f"tl.multiple_of({name}_address, {WIDEST})"
             lines.append(f"{name} = {self.pointer(name, address)} + start + lanes")
-            hint = f"tl.multiple_of({name}, {ALIGNMENT})"
-            lines.append(f"{name} = tl.max_contiguous({hint}, {ALIGNMENT})")
+            hint = f"tl.multiple_of({name}, {WIDEST})"
+            lines.append(f"{name} = tl.max_contiguous({hint}, {WIDEST})")
         return lines
 
     def masked_pointers(self) -> list[str]:
@@ -220,7 +206,7 @@ class Block:
         """Return the call of the function of elements."""
         loads = [f"tl.load({name}{mask.format(name=name)})," for name in self.reads]
         others = [name for name in self.traced.used if name not in self.reads]
-        return f"compute(\n{indented([*loads, *_wrapped(others)], 4)}\n)"
+        return f"formula(\n{indented([*loads, *_wrapped(others)], 4)}\n)"
 
 
 def totals_source(name: str, num_terms: int) -> str:

@@ -25,7 +25,7 @@ from marsopt.rules.preconditioner import (
     MatrixPreconditioner,
 )
 from marsopt.step.owners import LOCAL, Collectives, Request, Tensors
-from marsopt.step.parts import Parts
+from marsopt.step.parts import Parts, numbers_of_elements
 from marsopt.step.tables import (
     Decision,
     GroupInputs,
@@ -198,8 +198,8 @@ def new_values(
     moments = {symbol: working(buffers[symbol]) for symbol in algorithm.moments}
     out, new = algorithm.preconditioner.update(working(x), c, moments, s.rule)
     correction = algorithm.active_correction
-    if correction is not None and s.grad_clip is not None:
-        new["h"] = correction.next_h(s.grad_clip * g, working(buffers["h"]))
+    if correction is not None and s.global_clip is not None:
+        new["h"] = correction.next_h(s.global_clip * g, working(buffers["h"]))
     return out, {
         symbol: _rounded(algorithm, symbol, value, buffers[symbol].dtype, s.key, index)
         for symbol, value in new.items()
@@ -256,17 +256,6 @@ def applied(algorithm: Algorithm, s: StepScalars, x: Tensor, o: Tensor) -> Tenso
     preconditioner = algorithm.matrix_preconditioner
     new = preconditioner.apply(working(x), working(o), s.rule, s.scale)
     return torch.where(s.ok, new.to(x.dtype), x)
-
-
-def numbers_of_elements(numbers: Tensor, shape: torch.Size) -> Tensor:
-    """Return the numbers of the elements of parts (P, n) in whole tensors, int64, from
-    ``Leaf.numbers``.
-    """
-    if numbers.ndim == 1:
-        return numbers.view(shape)
-    i = torch.arange(shape[1], device=numbers.device)
-    base, run, stride = numbers[:, :, None].unbind(1)
-    return base + i // run * stride + i % run
 
 
 # ---- the step ------------------------------------------------------------------------

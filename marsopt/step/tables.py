@@ -206,8 +206,7 @@ class StepScalars(NamedTuple):
     """
 
     ok: Tensor  # bool: the step is finite and the tensor has a gradient
-    # factor of the global clip, with which a gradient is kept; None: none is
-    grad_clip: Tensor | None
+    global_clip: Tensor | None  # factor of a gradient that becomes h; None: none does
     weights: tuple[Tensor, ...]  # of the gradient and, if there is one, of h
     key: Tensor | None  # of the noise, int64; None: nothing is rounded stochastically
     rule: tuple[Tensor, ...]  # the preconditioner's: rates and bias corrections
@@ -218,18 +217,18 @@ class StepScalars(NamedTuple):
         cls, algorithm: Algorithm, ok: Tensor, columns: Sequence[Tensor]
     ) -> StepScalars:
         """Return the scalars from the columns of a table."""
-        grad_clip = key = scale = None
+        global_clip = key = scale = None
         rest = list(columns)
         if algorithm.matrix_only:
             scale = rest.pop()
         if algorithm.h_from == "step":
-            grad_clip = rest.pop(0)
+            global_clip = rest.pop(0)
         num_weights = 1 if algorithm.h_from is None else 2
         weights, rest = rest[:num_weights], rest[num_weights:]
         if algorithm.stochastic_rounding:
             high, low, *rest = rest
             key = (high.to(torch.int64) << 16) | low.to(torch.int64)
-        return cls(ok, grad_clip, tuple(weights), key, tuple(rest), scale)
+        return cls(ok, global_clip, tuple(weights), key, tuple(rest), scale)
 
 
 def num_columns(algorithm: Algorithm) -> int:
@@ -283,7 +282,7 @@ def statistics(
     return whole
 
 
-def global_clip(grad_norm: Float[Tensor, ""], max_norm: Number) -> Float[Tensor, ""]:
+def global_clip_of(grad_norm: Float[Tensor, ""], max_norm: Number) -> Float[Tensor, ""]:
     """Return torch.nn.utils.clip_grad_norm_'s factor on every gradient, its 1e-6
     included.
     """
@@ -295,7 +294,7 @@ class Clips(NamedTuple):
 
     sums: Tensor  # (norms, pairs + 1) in the dtype of scalars
     square: Tensor  # () of the norm of all gradients
-    global_factor: Tensor  # () of every gradient
+    global_clip: Tensor  # () factor of every gradient
     norms: Sequence[Tensor]  # of every formula, its rows of ``sums``
     weights: list[tuple[Tensor, ...]]  # of every formula, (N,) of g and h in c
     squares: list[Tensor]  # of every formula, of the norms of c
@@ -309,13 +308,15 @@ def clips_of(inputs: Sequence[Inputs], sums: Tensor, max_norm: Number | None) ->
     sums = torch.where(sums[:, -1:] == 0, 0.0, sums)
     sums = sums.to(scalar_dtype(sums.device))
     square = sums[:, 0].sum()
-    a = torch.ones_like(square)
+    global_clip = torch.ones_like(square)
     if max_norm is not None:
-        a = global_clip(root(square), max_norm)
+        global_clip = global_clip_of(root(square), max_norm)
     norms = sums.split([i.rows.num_norms for i in inputs])
-    weighed = [_weights(i, part, a) for i, part in zip(inputs, norms, strict=True)]
+    pairs = zip(inputs, norms, strict=True)
+    weighed = [_weights(i, part, global_clip) for i, part in pairs]
     weights = [of_c for of_c, _ in weighed]
-    return Clips(sums, square, a, norms, weights, [squares for _, squares in weighed])
+    squares = [squares for _, squares in weighed]
+    return Clips(sums, square, global_clip, norms, weights, squares)
 
 
 def decide(
@@ -345,7 +346,7 @@ def decide(
         decision.t.append(i.t + ok.to(i.t.dtype))
         decision.ok.append(ok)
         decision.ok_parts.append(i.rows.of_parts(moves))
-        columns = _columns(i, clips.global_factor, weights)
+        columns = _columns(i, clips.global_clip, weights)
         decision.tables.append(_table(i.rows, columns).to(i.dtype))
     return decision
 
@@ -375,14 +376,14 @@ def clip_factors(
     factors = []
     for i, part, (of_g, *_) in zip(read, clips.norms, clips.weights, strict=True):
         correction = i.algorithm.active_correction
-        unclipped = clips.global_factor
+        coefficient: Number = 1.0
         if correction is not None:
             beta1 = _beta1(i, part.dtype)
-            of_c, *_ = correction.coefficients(beta1, i.gamma)
-            unclipped = unclipped * of_c
-        factor = of_g / unclipped  # 0 / 0 where an infinite norm makes a 0
+            coefficient, *_ = correction.coefficients(beta1, i.gamma)
+        # 0 / 0 if the global clip of an infinite norm is 0
+        factor = of_g / (clips.global_clip * coefficient)
         factors.append(torch.where(of_g == 0, 1.0, factor))
-    return clips.sums, clips.global_factor, factors
+    return clips.sums, clips.global_clip, factors
 
 
 def largest_square(algorithm: Algorithm, dtype: torch.dtype) -> float:
@@ -397,16 +398,16 @@ def largest_square(algorithm: Algorithm, dtype: torch.dtype) -> float:
 
 
 def _weights(
-    inputs: Inputs, sums: Tensor, a: Tensor
+    inputs: Inputs, sums: Tensor, global_clip: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return the weights of g and h in c, and the squared norms of c, or of g where c
     is that, before the global clip.
     """
     correction = inputs.algorithm.active_correction
     if correction is None:
-        return (a * torch.ones_like(sums[:, 0]),), sums[:, 0]
+        return (global_clip * torch.ones_like(sums[:, 0]),), sums[:, 0]
     beta1 = _beta1(inputs, sums.dtype)
-    return correction.weights(beta1, inputs.gamma, a, sums[:, :-1])
+    return correction.weights(beta1, inputs.gamma, global_clip, sums[:, :-1])
 
 
 def _steps(inputs: Inputs, dtype: torch.dtype) -> Tensor:
@@ -422,17 +423,19 @@ def _beta1(inputs: Inputs, dtype: torch.dtype) -> Number:
     return beta1
 
 
-def _columns(inputs: Inputs, a: Tensor, weights: tuple[Tensor, ...]) -> list[Tensor]:
+def _columns(
+    inputs: Inputs, global_clip: Tensor, weights: tuple[Tensor, ...]
+) -> list[Tensor]:
     """Return the columns of a table, each 0-D or (N,), as ``StepScalars`` reads them,
     but for ``scale``.
     """
-    algorithm, t = inputs.algorithm, _steps(inputs, a.dtype)
-    columns = [a] if algorithm.h_from == "step" else []
+    algorithm, t = inputs.algorithm, _steps(inputs, global_clip.dtype)
+    columns = [global_clip] if algorithm.h_from == "step" else []
     columns += weights
     if algorithm.stochastic_rounding:  # 16 bits are exact in every working dtype
         key = rounding.step_key(t)
-        columns += [half.to(a.dtype) for half in (key >> 16, key & HALF)]
-    unit = torch.ones_like(a)
+        columns += [half.to(global_clip.dtype) for half in (key >> 16, key & HALF)]
+    unit = torch.ones_like(global_clip)
     rule = algorithm.scalars(t, inputs.lr, inputs.gamma)
     return columns + [value * unit for value in rule]
 

@@ -57,9 +57,8 @@ def test_pack_and_unpack_round_trip(container):
     ]
 
 
-def test_stacks_of_one_dtype_share_one_buffer_and_leaves_are_views():
+def test_leaves_are_views_of_the_stacks():
     flat = FlatGroup.pack(tensors(SHAPES, 0))
-    assert len({s.untyped_storage().data_ptr() for s in flat.stacks}) == 1
     flat.unpack()["b"].fill_(7.0)
     assert (flat["a (+2)"][1] == 7.0).all()
     assert "a (+2)" in repr(flat)

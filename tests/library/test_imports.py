@@ -4,6 +4,7 @@ Contracts about who may import whom are in pyproject.toml, for lint-imports.
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -51,3 +52,19 @@ def test_make_alone_installs_nothing_and_an_installation_shows_its_progress(tmp_
     installs = make("--dry-run", f"VENV={tmp_path}/venv", "train")
     assert "pip install" in installs
     assert "--quiet" not in installs
+
+
+MAKERS = {"arange", "as_tensor", "empty", "eye", "full", "ones", "tensor", "zeros"}
+
+
+def test_every_new_tensor_names_its_device():
+    """Else it lies on torch's default device, where nobody may have put it."""
+    unnamed = [
+        f"{path}:{node.lineno}"
+        for path in (ROOT / "marsopt").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.")
+        if ast.unparse(node.func).removeprefix("torch.") in MAKERS
+        if not {"device", None} & {keyword.arg for keyword in node.keywords}
+    ]
+    assert unnamed == []

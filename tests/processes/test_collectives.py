@@ -26,7 +26,6 @@ from marsopt.step.owners import (
     MatrixParam,
     Request,
     flat_indices,
-    flat_row_indices,
 )
 from tests.processes import spawn
 from tests.table import steady
@@ -278,18 +277,6 @@ def matrices(mesh, places):
     return [*wholes, plain], [*leaves, plain]
 
 
-def indices(leaf, dim):
-    """Which rows (dim 0) or columns (1) of a leaf this rank holds."""
-    line = torch.arange(leaf.shape[dim])
-    if not isinstance(leaf, DTensor):
-        return line
-    shape = [8, 8]  # the other dim, which decides nothing, is empty nowhere
-    shape[dim] = len(line)
-    sheet = line.unsqueeze(1 - dim).expand(shape).contiguous()
-    mine = cut(sheet, leaf.device_mesh, leaf.placements).to_local()
-    return mine.select(1 - dim, 0)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowSums(MatrixAverage):
     """At the owner: twice the matrix, and in a buffer the sums of its rows."""
@@ -373,8 +360,8 @@ def test_experts_are_owned_where_they_lie(name):
 
 
 def wrap_pieces(rank, world, shape, places):
-    """Every rank's pieces make the whole again, and it knows which rows they have, and
-    the number of every element.
+    """Every rank's pieces make the whole again, and it knows the number of every
+    element.
     """
     mesh = init_device_mesh("cpu", shape)
     collectives = MeshCollectives(mesh)
@@ -384,9 +371,6 @@ def wrap_pieces(rank, world, shape, places):
         every = torch.arange(leaf.numel()).view(leaf.shape)
         mine = collectives.local(cut_like(every, leaf))
         assert torch.equal(flat_indices(leaf.shape, cuts, leaf.device), mine)
-        rows = flat_row_indices(leaf.shape, cuts, Matrices(), leaf.device)
-        expected = indices(leaf, 0)
-        assert torch.equal(torch.arange(len(leaf)) if rows is None else rows, expected)
         buffer = collectives.wrap(mine, leaf)
         if isinstance(leaf, DTensor):
             assert collectives.local(buffer).data_ptr() == mine.data_ptr()

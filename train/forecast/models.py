@@ -15,7 +15,7 @@ import torch
 import marsopt
 from marsopt import REGISTRY
 from marsopt.functional.routing import algorithm_of, of_adamw
-from marsopt.parallel.placement import shard_size
+from marsopt.parallel.placement import shard_sizes
 from marsopt.parallel.planner import Matrix
 from marsopt.profiling import gpt2
 from marsopt.rules.algorithm import Algorithm
@@ -39,7 +39,7 @@ class Alike:
     def local(self, rank: int, num_ranks: int) -> torch.Size:
         """Return the shape of one rank's piece of a tensor, as Shard(0) cuts."""
         first, *rest = self.shape
-        return torch.Size([shard_size(first, rank, num_ranks), *rest])
+        return torch.Size([shard_sizes(first, num_ranks)[rank], *rest])
 
 
 @dataclass(frozen=True)
