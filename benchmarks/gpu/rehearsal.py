@@ -88,7 +88,9 @@ TYPES = {torch.int64: "i64", torch.int32: "i32", torch.bool: "i1"}
 TYPES |= {torch.float32: "fp32", torch.float64: "fp64"}
 
 
-def launches_of(runner: Kernels, groups: Any, grads: Any, live: Tensor) -> list[Launch]:
+def launches_of(
+    runner: Kernels, groups: Any, grads: Any, has_grad: Tensor
+) -> list[Launch]:
     """Return the launches of a step, none of which runs."""
     found: list[Launch] = []
 
@@ -102,7 +104,7 @@ def launches_of(runner: Kernels, groups: Any, grads: Any, live: Tensor) -> list[
 
     shared: Any = dict(collectives=LOCAL, runner=runner)
     with mock.patch.object(Kernel, "_launch", note):
-        _, decision = assess(groups, grads, max_norm=1.0, live=live, **shared)
+        _, decision = assess(groups, grads, max_norm=1.0, has_grad=has_grad, **shared)
         advance(groups, grads, decision, **shared)
     return found
 
@@ -117,7 +119,7 @@ def played(name: str) -> dict[str, Any]:
     told: list[str] = []
     with torch.no_grad():
         binding, _ = bound(job, rank, dtype)
-        groups, grads, live = binding.gather()
+        groups, grads, has_grad = binding.gather()
         runner = Kernels(
             groups,
             device=torch.device("meta"),
@@ -126,7 +128,7 @@ def played(name: str) -> dict[str, Any]:
             required=False,
             say=lambda level, what: told.append(what),
         )
-        launches = launches_of(runner, groups, grads, live)
+        launches = launches_of(runner, groups, grads, has_grad)
     floor = floor_of(groups, runner.copied).num_bytes
     moved = sum(kernel.num_bytes for kernel in printed_kernels(runner))
     row = dict(

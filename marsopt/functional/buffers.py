@@ -150,29 +150,29 @@ def index_of_leaves(
 # ---- parameters that no rule can move ------------------------------------------------
 
 
-def check_like(x: Tensor, g: Tensor, what: str) -> None:
+def check_like(x: Tensor, g: Tensor, label: str) -> None:
     """Raise ValueError if ``g`` cannot be the gradient of ``x``."""
     if g.shape != x.shape or g.dtype != x.dtype:
         raise ValueError(
-            f"got {what} of shape {tuple(g.shape)} and dtype {g.dtype}, expected "
+            f"got {label} of shape {tuple(g.shape)} and dtype {g.dtype}, expected "
             f"{tuple(x.shape)} and {x.dtype}: "
             "compute it from the parameter itself, and cast it if it was reduced in "
             "another precision"
         )
     if g.layout != torch.strided:
         raise ValueError(
-            f"got {what} of layout {g.layout}, expected torch.strided: make it dense "
+            f"got {label} of layout {g.layout}, expected torch.strided: make it dense "
             "(nn.Embedding(sparse=False))"
         )
 
 
-def check_unflattened(x: Tensor, what: str) -> None:
+def check_unflattened(x: Tensor, label: str) -> None:
     """Raise ValueError if ``x`` is FSDP1's: a rank's shard of flattened parameters. No
     rule finds a matrix in it, and its norm is the shard's.
     """
     if hasattr(x, "_fsdp_flattened"):  # on all that FSDP1 has flattened
         raise ValueError(
-            f"got {what}, which FSDP1 (FullyShardedDataParallel) has flattened, "
+            f"got {label}, which FSDP1 (FullyShardedDataParallel) has flattened, "
             "expected a whole parameter or a DTensor: shard the model by FSDP2 "
             "(fully_shard) and pass collectives=MeshCollectives(mesh), or use "
             "DistributedDataParallel"
@@ -205,31 +205,32 @@ def check_overlap(labelled: Sequence[tuple[Tensor, str]]) -> None:
 
 def check_parameter(
     x: Tensor,
-    what: str,
+    label: str,
     state_dtype: torch.dtype | None = None,
     stochastic_rounding: bool = False,
 ) -> None:
     """Raise ValueError if no rule can move ``x``."""
-    check_unflattened(x, what)
+    check_unflattened(x, label)
     if not x.is_floating_point():
         raise ValueError(
-            f"got {what} of dtype {x.dtype}, expected a real floating point type: "
+            f"got {label} of dtype {x.dtype}, expected a real floating point type: "
             "leave it out, or optimize torch.view_as_real of a complex tensor"
         )
     if x.dtype.itemsize < 2:  # float8, float4: torch has no arithmetic of theirs
         raise ValueError(
-            f"got {what} of dtype {x.dtype}, expected a floating point type of 16 bits "
-            "or more: optimize the wider tensor, and quantize it in the forward pass"
+            f"got {label} of dtype {x.dtype}, expected a floating point type of 16 "
+            "bits or more: optimize the wider tensor, and quantize it in the forward "
+            "pass"
         )
     if x.layout != torch.strided:
         raise ValueError(
-            f"got {what} of layout {x.layout}, expected torch.strided: make it dense"
+            f"got {label} of layout {x.layout}, expected torch.strided: make it dense"
         )
     buffer_dtype = state_dtype or default_state_dtype(x.dtype)
     may_be_narrow = stochastic_rounding and buffer_dtype == NARROW
     if torch.promote_types(buffer_dtype, x.dtype) != buffer_dtype and not may_be_narrow:
         raise ValueError(
-            f"got state_dtype={state_dtype} for {what} of {x.dtype}, expected nothing "
+            f"got state_dtype={state_dtype} for {label} of {x.dtype}, expected nothing "
             "narrower than the parameter, where small steps would be rounded away: "
             "leave it out, narrow only h (h_dtype), or pass torch.bfloat16 with "
             "stochastic_rounding=True"

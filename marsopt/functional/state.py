@@ -85,7 +85,7 @@ class Leaves:
         # of one whole parameter each
         self.shapes = [x.shape[1:] if self.is_packed else x.shape for x in self.tensors]
 
-    def matching(self, tree: Tree, what: str) -> list[Tensor]:
+    def matching(self, tree: Tree, label: str) -> list[Tensor]:
         """Return the pieces of the leaves of these names of a tree like the
         parameters'.
 
@@ -94,7 +94,7 @@ class Leaves:
         """
         other = subtree(tree, self._part)
         for name, x in zip(self.names, self.tensors, strict=True):
-            check_like(x, other[name], f"{what}[{name!r}]")
+            check_like(x, other[name], f"{label}[{name!r}]")
         return self.pieces([other[name] for name in self.names], self.tensors)
 
     def pieces(
@@ -138,15 +138,15 @@ def new_state(leaves: Leaves) -> State:
     algorithm = leaves.algorithm
     matrices, dtype = algorithm.matrices, algorithm.state_dtype
     for name, x, shape in zip(leaves.names, leaves.tensors, leaves.shapes, strict=True):
-        what = f"params[{name!r}]"
-        check_parameter(x, what, dtype, algorithm.stochastic_rounding)
+        label = f"params[{name!r}]"
+        check_parameter(x, label, dtype, algorithm.stochastic_rounding)
         if algorithm.matrix_only and not matrices.takes(shape):
             raise ValueError(
-                f"got {what} of shape {tuple(shape)}, expected {matrices.expected} for "
-                f"{algorithm}: use marsopt.mars(...), which gives other tensors to "
+                f"got {label} of shape {tuple(shape)}, expected {matrices.expected} "
+                f"for {algorithm}: use marsopt.mars(...), which gives other tensors to "
                 "AdamW, or route them yourself"
             )
-        matrices.check(shape, what)
+        matrices.check(shape, label)
     # separate storage for every buffer: a shared one costs torch.compile a graph
     buffers = {
         symbol: rebuild(leaves.tree, _starts(leaves, buffer))
@@ -181,8 +181,8 @@ def held(leaves: Leaves, symbol: str, state: State) -> list[Tensor]:
             f"got a state without {symbol}, expected one of a rule with the same "
             "options: clip, amsgrad and correction decide its buffers"
         )
-    what, tree = f"state.{symbol}", state.buffers[symbol]
-    check_matching(leaves.tree, tree, what)
+    label, tree = f"state.{symbol}", state.buffers[symbol]
+    check_matching(leaves.tree, tree, label)
     algorithm, tensors = leaves.algorithm, [tree[name] for name in leaves.names]
     buffer = algorithm.buffers[symbol]
     for name, x, tensor in zip(leaves.names, leaves.tensors, tensors, strict=True):
@@ -190,7 +190,7 @@ def held(leaves: Leaves, symbol: str, state: State) -> list[Tensor]:
             break  # how many matrices have their owner here, their owner knows
         if tensor.shape != x.shape:
             raise ValueError(
-                f"got {what}[{name!r}] of shape {tuple(tensor.shape)}, expected "
+                f"got {label}[{name!r}] of shape {tuple(tensor.shape)}, expected "
                 f"{tuple(x.shape)}: make the state by init on them"
             )
     dtypes = [algorithm.dtype_of(buffer, x) for x in leaves.tensors]

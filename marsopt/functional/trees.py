@@ -175,15 +175,15 @@ pytree.register_pytree_node(
 # ---- trees ---------------------------------------------------------------------------
 
 
-def check_container(tree: Tree, what: str) -> None:
+def check_container(tree: Tree, label: str) -> None:
     """Raise TypeError if a tree like ``tree`` cannot be made of other leaves."""
     if not pytree.tree_is_leaf(tree):
         return
     plain = "dict" if isinstance(tree, Mapping) else "list"
     raise TypeError(
-        f"got {what} of type {type(tree).__name__}, expected a list, tuple, "
+        f"got {label} of type {type(tree).__name__}, expected a list, tuple, "
         "NamedTuple, dict, OrderedDict or defaultdict, which come back as such: pass "
-        f"{plain}({what})"
+        f"{plain}({label})"
     )
 
 
@@ -206,27 +206,27 @@ def names(tree: Tree) -> list[Name]:
     return list(tree) if isinstance(tree, Mapping) else list(range(len(tree)))
 
 
-def flatten(tree: Tree, what: str) -> list[Tensor]:
+def flatten(tree: Tree, label: str) -> list[Tensor]:
     """The leaves in order.
 
     Raises:
         TypeError: ``tree`` is a single tensor, or holds something that is not a tensor.
     """
     if isinstance(tree, Tensor) or not isinstance(tree, Mapping | Sequence):
-        do = f"[{what}] or {{name: tensor}}"
+        do = f"[{label}] or {{name: tensor}}"
         if isinstance(tree, nn.Module):
-            do = f"dict({what}.named_parameters())"
+            do = f"dict({label}.named_parameters())"
         elif isinstance(tree, Iterable) and not isinstance(tree, Tensor):
-            do = f"list({what})"
+            do = f"list({label})"
         raise TypeError(
-            f"got {what} of type {type(tree).__name__}, expected a sequence or mapping "
-            f"of tensors: pass {do}"
+            f"got {label} of type {type(tree).__name__}, expected a sequence or "
+            f"mapping of tensors: pass {do}"
         )
     flat = list(tree.values()) if isinstance(tree, Mapping) else list(tree)
     for name, leaf in zip(names(tree), flat, strict=True):
         if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"got {what}[{name!r}] of type {type(leaf).__name__}, expected a "
+                f"got {label}[{name!r}] of type {type(leaf).__name__}, expected a "
                 "tensor: "
                 "leave out parameters without a gradient, on both sides"
             )
@@ -248,7 +248,7 @@ def subtree(tree: Tree, part: Sequence[Name] | None) -> Tree:
     return {name: tree[name] for name in part}
 
 
-def check_matching(params: Tree, other: Tree, what: str) -> None:
+def check_matching(params: Tree, other: Tree, label: str) -> None:
     """Raise ValueError if ``other`` has other leaves than ``params``, or packs them
     otherwise.
     """
@@ -256,16 +256,16 @@ def check_matching(params: Tree, other: Tree, what: str) -> None:
         not isinstance(other, FlatGroup) or other.packing != params.packing
     ):
         raise ValueError(
-            f"got {what} that are packed otherwise than the parameters, expected a "
+            f"got {label} that are packed otherwise than the parameters, expected a "
             "FlatGroup of the same leaves in the same order: differentiate with "
             "respect to the flat group itself, or pack the same mapping"
         )
-    flatten(other, what)
+    flatten(other, label)
     if isinstance(params, Mapping) != isinstance(other, Mapping) or set(
         names(params)
     ) != set(names(other)):
         raise ValueError(
-            f"got {what} for {sorted(names(other), key=str)}, expected "
+            f"got {label} for {sorted(names(other), key=str)}, expected "
             f"{sorted(names(params), key=str)}: "
-            f"give {what} the same container and names as the parameters"
+            f"give {label} the same container and names as the parameters"
         )

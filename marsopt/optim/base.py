@@ -210,7 +210,7 @@ class BoundOptimizer(Optimizer):
             values = configuration(self.param_groups, self._options)
             self._present.collectives.agree(values, labels(self.param_groups))
             self._agreed = True
-        if not self._present.fits(self.param_groups, self.state):
+        if not self._present.is_current(self.param_groups, self.state):
             self._build()
         return self._present
 

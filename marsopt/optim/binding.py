@@ -75,7 +75,7 @@ class BoundFormula(Group):
 
 
 class Binding:
-    """Made from groups and state, and made again when ``fits`` says so. It writes
+    """Made from groups and state, and made again if ``is_current`` is false. It writes
     nothing before ``bind``.
 
     Args:
@@ -135,7 +135,7 @@ class Binding:
         self._idle = [p for p in self._every if p not in with_member]
         self.groups: list[BoundFormula] = []
         self._is_stale = False  # whether a gather was broken off
-        self._live: dict[tuple[bool, ...], Tensor] = {}
+        self._grad_masks: dict[tuple[bool, ...], Tensor] = {}
 
     @torch.no_grad()
     def bind(self) -> None:
@@ -160,7 +160,7 @@ class Binding:
             if member.algorithm.has_stages:
                 member.group.setdefault(STAGE_COUNT, 0)
         _drop_unstepped(state, self._every)
-        self._signature = self._sign(self.param_groups)
+        self._bound_fingerprint = self._fingerprint(self.param_groups)
 
     def _group(self, members: Sequence[Member]) -> BoundFormula:
         """Return the parameters of one formula as a group of a step; the state gets
@@ -255,7 +255,7 @@ class Binding:
         params = [p for group in groups for p in group["params"]]
         return len(params) == len(self._every) and all(map(is_, params, self._every))
 
-    def fits(self, groups: Sequence[dict[str, Any]], state: State) -> bool:
+    def is_current(self, groups: Sequence[dict[str, Any]], state: State) -> bool:
         """Return whether groups, parameters and state are still those, and in the
         memory, that this was made for.
 
@@ -264,7 +264,10 @@ class Binding:
         """
         self._check_gradients()
         try:
-            return state is self._state and self._sign(groups) == self._signature
+            return (
+                state is self._state
+                and self._fingerprint(groups) == self._bound_fingerprint
+            )
         except (KeyError, TypeError):  # state was deleted, or is no tensor any more
             return False
 
@@ -273,14 +276,14 @@ class Binding:
         keys = [
             f"{key}={group.get(key)!r} in group {i}"
             for i, (group, before) in enumerate(
-                zip(groups, self._signature[2], strict=False)
+                zip(groups, self._bound_fingerprint[2], strict=False)
             )
             for key, value in structure(group, self.options).items()
             if value != before.get(key)
         ]
         return ", ".join(keys) or "other groups, parameters or state"
 
-    def _sign(self, groups: Sequence[dict[str, Any]]) -> tuple[list[Any], ...]:
+    def _fingerprint(self, groups: Sequence[dict[str, Any]]) -> tuple[list[Any], ...]:
         """Return all that a binding depends on: which groups hold which parameters, by
         which formulas they move, which tensors the state holds of them, and where all
         of these lie.
@@ -345,9 +348,9 @@ class Binding:
             for group in self.groups
         ]
         has = tuple([g is not None for of_group in grads for g in of_group])
-        return self.groups, grads, self._live_of(has)
+        return self.groups, grads, self._has_grad(has)
 
-    def _live_of(self, pattern: tuple[bool, ...]) -> Tensor:
+    def _has_grad(self, pattern: tuple[bool, ...]) -> Tensor:
         """Return a bool tensor (N,) on the device, of a pattern by parameter. It is
         sent there when it is first seen, and kept: later steps with it copy nothing, so
         that a CUDA graph may capture them.
@@ -356,7 +359,7 @@ class Binding:
             RuntimeError: a CUDA graph captures the step, and no step before it had this
                 pattern.
         """
-        mask = self._live.get(pattern)
+        mask = self._grad_masks.get(pattern)
         if mask is not None:
             return mask
         device = self.params[0].device
@@ -366,13 +369,13 @@ class Binding:
                 f"({len(pattern) - sum(pattern)} of {len(pattern)}) than in earlier "
                 "steps, expected the same ones: take such a step before the capture"
             )
-        has, live = iter(pattern), list[bool]()
+        has, of_norms = iter(pattern), list[bool]()
         for group in self.groups:
             for leaf in group.leaves:
-                live += [next(has)] * leaf.parts.num_norms
-        mask = torch.tensor(live, device="cpu").to(device, non_blocking=True)
-        if len(self._live) < PATTERNS:  # a tensor that a graph has captured stays
-            self._live[pattern] = mask
+                of_norms += [next(has)] * leaf.parts.num_norms
+        mask = torch.tensor(of_norms, device="cpu").to(device, non_blocking=True)
+        if len(self._grad_masks) < PATTERNS:  # a tensor that a graph has captured stays
+            self._grad_masks[pattern] = mask
         return mask
 
     def count(self, decision: Decision, skipped: Tensor) -> None:

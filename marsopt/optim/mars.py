@@ -252,14 +252,14 @@ class MARS(BoundOptimizer):
             return
         self._next_grads.check_may_step()
         with named_range("marsopt: gather"):
-            groups, grads, live = binding.gather()
+            groups, grads, has_grad = binding.gather()
         if isinstance(bound := self._options["max_norm"], Tensor):
             assert self._max_norm is not None
             self._max_norm.copy_(bound)
         runner = self._make_runner()
         shared: Any = dict(collectives=binding.collectives, runner=runner)
         sums, decision = assess(
-            groups, grads, max_norm=self._max_norm, live=live, **shared
+            groups, grads, max_norm=self._max_norm, has_grad=has_grad, **shared
         )
         advance(groups, grads, decision, **shared)
         with named_range("marsopt: scatter"):

@@ -268,7 +268,7 @@ def assess(
     max_norm: Number | None,
     collectives: Collectives,
     runner: Runner,
-    live: Tensor | None = None,
+    has_grad: Tensor | None = None,
 ) -> tuple[Tensor, Decision]:
     """Measure all gradients and decide about the step; nothing is written.
 
@@ -278,7 +278,8 @@ def assess(
         max_norm: threshold of the global gradient norm; None = off.
         collectives: they sum over shards.
         runner: computes the formulas.
-        live: (N,) bool, False for tensors without a gradient here; None = all have one.
+        has_grad: (N,) bool, False for tensors without a gradient here; None = all have
+            gradients.
 
     Returns:
         Complete sums, and the decision from them: see ``tables``.
@@ -286,13 +287,13 @@ def assess(
     inputs = [group.inputs for group in groups]
     partial = runner.measure(groups, grads)
     if collectives is LOCAL:
-        return runner.call(decide_alone, inputs, partial, live, max_norm)
+        return runner.call(decide_alone, inputs, partial, has_grad, max_norm)
     leaves: list[Tensor] = []
     for group in groups:
         for leaf in group.leaves:
             each = leaf.parts.num_norms // len(leaf.params)
             leaves += [p for p in leaf.params for _ in range(each)]
-    sums = statistics(inputs, partial, live)
+    sums = statistics(inputs, partial, has_grad)
     sums = runner.run_collective("exchange", collectives.sum, sums, leaves)
     return sums, runner.call(decide, inputs, sums, max_norm)
 

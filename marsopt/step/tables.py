@@ -262,7 +262,7 @@ def scalar_dtype(device: torch.device) -> torch.dtype:
 def statistics(
     inputs: Sequence[Inputs | GroupInputs],
     products: Sequence[Float[Tensor, "_ _"]],
-    live: Bool[Tensor, " n"] | None,
+    has_grad: Bool[Tensor, " n"] | None,
 ) -> Float[Tensor, "n width"]:
     """Return (norms of all formulas, pairs + 1): the inner products, and in the last
     column how many ranks have a gradient. A tensor without a gradient here has zeros in
@@ -271,14 +271,14 @@ def statistics(
     Args:
         inputs: of every formula.
         products: of every formula, (P, pairs) by ``step.products``.
-        live: (norms,) whether the tensor has a gradient; None = all have one.
+        has_grad: (norms,) whether the tensor has a gradient; None = all have one.
     """
     sums = [i.rows.sums(p) for i, p in zip(inputs, products, strict=True)]
     width = max(s.shape[1] for s in sums)
     sums = [F.pad(s, (0, width - s.shape[1])) for s in sums]
     whole = F.pad(sums[0] if len(sums) == 1 else torch.cat(sums), (0, 1), value=1.0)
-    if live is not None:
-        whole[:, -1] = live
+    if has_grad is not None:
+        whole[:, -1] = has_grad
     return whole
 
 
@@ -354,13 +354,13 @@ def decide(
 def decide_alone(
     inputs: Sequence[Inputs | GroupInputs],
     products: Sequence[Tensor],
-    live: Tensor | None,
+    has_grad: Tensor | None,
     max_norm: Number | None,
 ) -> tuple[Tensor, Decision]:
     """Return the complete sums, and ``decide`` from them, if one process has
     everything.
     """
-    sums = statistics(inputs, products, live)
+    sums = statistics(inputs, products, has_grad)
     return sums, decide(inputs, sums, max_norm)
 
 

@@ -296,7 +296,7 @@ def _record(job: Job, rank: Rank) -> Record:
             member.group[STAGE_COUNT] = member.algorithm.preconditioner.every
     for is_warm in (False, True):  # ranks agree, once, on what they hold
         with Recorder([*pieces, *kept]) as recorder:
-            groups, grads, live = binding.gather()
+            groups, grads, has_grad = binding.gather()
             runner = Recording(
                 recorder,
                 groups,
@@ -307,7 +307,9 @@ def _record(job: Job, rank: Rank) -> Record:
                 say=lambda level, what: None,
             )
             shared: Any = dict(collectives=collectives, runner=runner)
-            _, decision = step.assess(groups, grads, max_norm=1.0, live=live, **shared)
+            _, decision = step.assess(
+                groups, grads, max_norm=1.0, has_grad=has_grad, **shared
+            )
             if is_warm:
                 step.advance(groups, grads, decision, **shared)
             if exact:
