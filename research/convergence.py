@@ -1,7 +1,7 @@
 """How far momentum is from the true gradient, by correction: the laws of
-docs/convergence.md, measured.
+research/convergence.md, measured.
 
-    python -m research.convergence [--picture docs/convergence.png]
+    python -m research.convergence [--picture research/convergence.png]
 
 The loss of a batch is a sum over coordinates,
 

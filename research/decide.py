@@ -213,6 +213,10 @@ def main() -> None:
         print(f"\n{table(name, own)}")
         if place.is_judged:
             found[name] = difference(own)
+    print("\n### README: 0.1M parameters, 1,920 steps, to torch Muon\n")
+    losses = judged("1920").at_best(PLACES["1920"].contenders)
+    for title, to in differences(losses, "torch Muon").items():
+        print(f"- {title}: {to}")
     print("\n### The rule\n")
     for name, one in found.items():
         said = (

@@ -44,7 +44,6 @@ CHAPTERS: dict[str, dict[str, str]] = {
     "Evidence": {
         "comparison": "Comparison",
         "fidelity": "Rules and fidelity",
-        "convergence": "Convergence",
         "conformance": "Conformance",
     },
     "Look inside": {

@@ -296,7 +296,7 @@ def _records(saved: Any) -> Iterator[Record]:
     """Yield the parameters of a state dict, in its order.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is none, or does not name each parameter of a group.
     """
     if _is_flat(saved):
         nested: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
@@ -309,7 +309,13 @@ def _records(saved: Any) -> Iterator[Record]:
         return
     check_is_of_optimizer(saved)
     for group in saved["param_groups"]:
-        names = group.get("param_names", [None] * len(group["params"]))
+        num = len(group["params"])
+        names = group.get("param_names", [None] * num)
+        if len(names) != num:
+            raise ValueError(
+                f"got {len(names)} param_names in a param group of {num} parameters, "
+                "expected one for each: name those that this group has, in its order"
+            )
         for i, name in zip(group["params"], names, strict=True):
             yield _record(name, group, saved["state"].get(i, {}))
 
@@ -382,7 +388,8 @@ def _by_name(
             raise ValueError(
                 f"got state of {record.format.writer} for {leaf.label}, which "
                 f"{str(leaf.algorithm)!r} moves here, expected a rule with the same "
-                "moments: give MARS a param group of such a rule for it"
+                "moments: give MARS a param group of such a rule for it, or load only "
+                "the model"
             )
     return pairs
 
@@ -408,7 +415,7 @@ def _by_order(
                 f"got state of {nums[0]} parameters with a momentum and {nums[1]} of "
                 f"AdamW, expected {own[0]} and {own[1]} of {len(leaves)}: build MARS "
                 "over the same parameters, and let matrix rules and AdamW move the "
-                "same of them"
+                "same of them, or load only the model"
             )
         falling = sorted(matrices, key=lambda leaf: leaf.p.size(), reverse=True)
         may_sort = any(r.format is not None and r.format.sorts for r in momenta)

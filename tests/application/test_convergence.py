@@ -1,4 +1,4 @@
-"""The laws of docs/convergence.md: how far momentum is from the true gradient, by
+"""The laws of research/convergence.md: how far momentum is from the true gradient, by
 correction, on a loss that is not quadratic and whose batches differ in their curvature.
 """
 

@@ -312,12 +312,12 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.embed, self.norm = nn.Embedding(9, 8), nn.LayerNorm(8)
+        self.embed, self.ln = nn.Embedding(9, 8), nn.LayerNorm(8)
         self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
         self.head = nn.Linear(8, 9)
 
     def forward(self, x, labels=None):
-        y = self.head(self.two(self.one(self.norm(self.embed(x)))))
+        y = self.head(self.two(self.one(self.ln(self.embed(x)))))
         return {"loss": y.square().mean(), "logits": y}
 
 
@@ -333,19 +333,18 @@ def all_by_adamw(model):
 
 
 def by_decay(model):
-    """As the Trainer divides them, which docs/conformance.md names."""
-    kinds = [[], []]
+    """As the Trainer divides them."""
+    groups = [{"params": []}, {"params": []}]
     for name, p in model.named_parameters():
-        kinds["bias" in name or "norm" in name].append(p)
-    return [torch.optim.AdamW([{"params": kind} for kind in kinds])]
+        groups["bias" in name or "ln" in name]["params"].append(p)
+    return [torch.optim.AdamW(groups)]
 
 
 def name_groups(saved, model):
     names = [n for n, _ in model.named_parameters()]
-    decayed = [n for n in names if "bias" not in n and "norm" not in n]
-    kinds = decayed, [n for n in names if n not in decayed]
-    for group, kind in zip(saved["param_groups"], kinds, strict=True):
-        group["param_names"] = kind
+    decayed = [n for n in names if "bias" not in n and "ln" not in n]
+    saved["param_groups"][0]["param_names"] = decayed
+    saved["param_groups"][1]["param_names"] = [n for n in names if n not in decayed]
 
 
 @pytest.mark.parametrize("wrap", [lambda m: m, Replica, torch.compile])
@@ -373,35 +372,28 @@ def test_a_state_by_order_goes_into_for_model(make, wrap):
 
 
 def test_a_checkpoint_of_transformers_trainer_goes_on(tmp_path):
-    """Its ``optimizer.pt``: into groups like its own, and by names into for_model."""
+    """In the Trainer's own groups, with its schedule, as docs/conformance.md says."""
     transformers = pytest.importorskip("transformers")
     rows = [dict(x=torch.randint(0, 9, (4,)), labels=torch.zeros(4)) for _ in range(64)]
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=50, save_steps=50, weight_decay=0.1, use_cpu=True,
-        report_to=[], disable_tqdm=True, learning_rate=LR, logging_strategy="no",
-        lr_scheduler_type="constant", optim="adamw_torch",
-    )  # fmt: skip
-    trainer = transformers.Trainer(Model(), arguments, train_dataset=rows)
-    trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train()
-    file, theirs = tmp_path / "checkpoint-50" / "optimizer.pt", trainer.model
-    saved, model = torch.load(file, weights_only=True), Model()
-    by_hand = MARS(by_decay(model)[0].param_groups, mars_type="adamw", compile=False)
-    by_hand.load_state_dict(saved)
-    assert [group["weight_decay"] for group in by_hand.param_groups] == [0.1, 0.0]
-    optimizer = marsopt.for_model(
-        model, "adamw", lr=LR, weight_decay=0.1, betas=(0.9, 0.999), max_norm=None,
-        compile=False,
-    )  # fmt: skip
-    name_groups(saved, model)
-    optimizer.load_state_dict(saved)
-    model.load_state_dict(theirs.state_dict())
-    # the Trainer decays embeddings and heads too
-    optimizer.param_groups[1]["weight_decay"] = 0.1
-    step([trainer.optimizer], dict(theirs.named_parameters()), 50)
-    step([optimizer], dict(model.named_parameters()), 50)
-    for p, q in zip(theirs.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(q, p, rtol=0, atol=1e-6)
+
+    def trained(steps, folder=None, **how):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=steps, save_steps=50, weight_decay=0.1,
+            use_cpu=True, report_to=[], disable_tqdm=True, learning_rate=LR,
+            logging_strategy="no", lr_scheduler_type="cosine", optim="adamw_torch",
+        )  # fmt: skip
+        trainer = transformers.Trainer(Model(), arguments, train_dataset=rows, **how)
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train(resume_from_checkpoint=folder)
+        decays = [group["weight_decay"] for group in trainer.optimizer.param_groups]
+        return decays, [p.detach() for p in trainer.model.parameters()]
+
+    trained(50)
+    options = dict(mars_type="adamw", lr=LR, max_norm=1.0, compile=False)
+    how = dict(optimizer_cls_and_kwargs=(MARS, options))
+    want, found = (trained(60, tmp_path / "checkpoint-50", **o) for o in ({}, how))
+    assert found[0] == want[0] == [0.1, 0.0]
+    torch.testing.assert_close(found[1], want[1], rtol=0, atol=1e-6)
 
 
 # ---- what is taken, and what begins again --------------------------------------------
@@ -544,6 +536,10 @@ WRONG = {
     "fewer": (
         lambda s: changed(s, group={"params": s["param_groups"][0]["params"][:-1]}),
         "got state of 3 parameters with a momentum and 2 of AdamW, expected 3 and 3",
+    ),
+    "too few names": (
+        lambda s: changed(s, group={"param_names": ["in"]}),
+        "got 1 param_names in a param group of 6 parameters, expected one for each",
     ),
     "no dict": (lambda s: [s, None], "got a NoneType"),
     "a model's": (lambda s: [s, {"w": torch.ones(2)}], r"got a state dict of \['w'\]"),

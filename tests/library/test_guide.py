@@ -117,15 +117,6 @@ def run(name, names, part=None):
     return SimpleNamespace(**names)
 
 
-def loss(names):
-    model, pairs = names["model"], names["loader"]
-    model.eval()
-    with torch.no_grad():
-        found = sum(float(nn.functional.mse_loss(model(x), y)) for x, y in pairs)
-    model.train()
-    return found
-
-
 @contextlib.contextmanager
 def one_rank():
     """A mesh of one rank."""
@@ -284,9 +275,6 @@ def setting(heading, names, folder):
             with others("accelerate") as (names["accelerate"],):
                 yield
             assert not torch.equal(next(model.parameters()), start[0])
-        case "Fine-tuning":
-            torch.save(model.state_dict(), "pretrained.pt")
-            yield
         case "CUDA graphs":
             names["device"] = "cpu"
             yield
@@ -325,53 +313,6 @@ def test_commands_that_are_shown_exist(line, monkeypatch):
         assert importlib.util.find_spec(module)
     else:
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
-
-
-def test_fine_tuning(names, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    start = copy.deepcopy(names["model"].state_dict())
-    torch.save(start, "pretrained.pt")
-    before = loss(names)
-    nn.init.zeros_(names["model"][0].weight)
-    run("Fine-tuning", names)
-    assert loss(names) < before
-    tuned = torch.load("tuned.pt")
-    for name, p in names["model"].named_parameters():
-        assert torch.equal(tuned[name], p)
-        assert 0 < (tuned[name] - start[name]).abs().max() < 8 * 3.3e-3
-
-
-def test_exponential_moving_average(names):
-    seen, step = [], names["optimizer"].step
-
-    def watched():
-        step()
-        seen.append([p.detach().clone() for p in names["model"].parameters()])
-
-    names["optimizer"].step = watched
-    start = [p.detach().clone() for p in names["model"].parameters()]
-    found = run("Exponential moving average", names)
-    for xs in seen:
-        start = [s.lerp(x, 1e-3) for s, x in zip(start, xs, strict=True)]
-    for want, got in zip(start, found.averaged.parameters(), strict=True):
-        torch.testing.assert_close(got.detach(), want, rtol=0, atol=1e-7)
-
-
-def test_stochastic_weight_averaging(names):
-    seen, step = [], names["optimizer"].step
-
-    def watched():
-        step()
-        seen.append([p.detach().clone() for p in names["model"].parameters()])
-
-    names["optimizer"].step = watched
-    found = run("Stochastic weight averaging", names)
-    num_steps = len(names["loader"])
-    seen = seen[num_steps - 1 :: num_steps]  # at the end of each epoch
-    assert len(seen) == 3
-    for i, got in enumerate(found.averaged.module.parameters()):
-        want = torch.stack([xs[i] for xs in seen]).mean(0)
-        torch.testing.assert_close(got.detach(), want, rtol=0, atol=1e-6)
 
 
 def test_gradient_accumulation(names):
