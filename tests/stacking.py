@@ -39,7 +39,7 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """Matrices of one shape are written into one batch; eager steps too, so that a test
     need not compile to meet it.
     """
-    patch.setattr(graph_runner, "takes_batches", lambda device: True)
+    patch.setattr(graph_runner, "takes_batches", lambda device, is_local: is_local)
 
 
 def fill(params, seed: int) -> None:

@@ -14,7 +14,7 @@ from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import Buffer, owned_parts, owned_shapes
 from marsopt.rules.dtypes import default_state_dtype
 from marsopt.rules.rounding import NARROW
-from marsopt.step.owners import Collectives, MatrixParam, Owned, flat_indices
+from marsopt.step.owners import Collectives, MatrixParam, flat_indices
 from marsopt.step.parts import (
     has_several_parts,
     parts_of,
@@ -55,7 +55,7 @@ def owned_starts(
 
 
 def start_at_owner(
-    algorithm: Algorithm, buffer: Buffer, p: Tensor, owns: Owned
+    algorithm: Algorithm, buffer: Buffer, p: Tensor, owns: tuple[int, ...]
 ) -> Tensor:
     """Return the start of an owner's buffer, of a parameter's matrices that have their
     owner here.
@@ -63,12 +63,12 @@ def start_at_owner(
     kwargs: dict[str, Any] = dict(dtype=algorithm.dtype_of(buffer, p), device=p.device)
     shapes = owned_shapes(algorithm.matrices, p.shape, buffer)
     if algorithm.matrices.is_even(p.shape):
-        num, shape = len(owns.numbers), shapes[0]
+        num, shape = len(owns), shapes[0]
         if buffer.start == "identity":
             identity = torch.eye(shape[-1], **kwargs)
             return identity.expand(num, *shape).clone()
         return torch.zeros(num, *shape, **kwargs)
-    sizes = [shapes[number % len(shapes)] for number in owns.numbers]
+    sizes = [shapes[number % len(shapes)] for number in owns]
     start = torch.zeros(sum(size.numel() for size in sizes), **kwargs)
     if buffer.start == "identity":
         for part in owned_parts(start, sizes):
@@ -115,17 +115,17 @@ def leaf_of(
     asks = algorithm.stochastic_rounding or has_several_parts(algorithm, shape)
     cuts = collectives.cuts(params[0]) if asks else {}
     parts = parts_of(algorithm, shape, piece, cuts).equal()
-    numbers = None
+    positions = None
     if algorithm.stochastic_rounding:
-        positions = positions_of(shape, piece.shape, cuts, parts)
-        if positions is None:
-            numbers = flat_indices(shape, cuts, x.device).flatten()
-            numbers = numbers.repeat(len(params))
+        runs = positions_of(shape, piece.shape, cuts, parts)
+        if runs is None:
+            positions = flat_indices(shape, cuts, x.device).flatten()
+            positions = positions.repeat(len(params))
         else:
-            rows = positions * len(params)
-            numbers = torch.tensor(rows, dtype=torch.int64, device=x.device)
+            rows = runs * len(params)
+            positions = torch.tensor(rows, dtype=torch.int64, device=x.device)
     return Leaf(
-        x, buffers, parts.repeated(len(params)), params, numbers, is_stack=is_stack
+        x, buffers, parts.repeated(len(params)), params, positions, is_stack=is_stack
     )
 
 

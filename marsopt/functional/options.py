@@ -12,25 +12,6 @@ from marsopt.rules.correction import Per
 from marsopt.rules.matrices import Kind
 from marsopt.step.owners import Collectives
 
-# The rules that this package registers. A rule of your own has a name that a type
-# checker does not know: write "# type: ignore" beside it.
-RuleName = Literal[
-    "adamw",
-    "nadamw",
-    "mars-adamw",
-    "lion",
-    "mars-lion",
-    "muon",
-    "mars-shampoo",
-    "moonlight",
-    "mars-m",
-    "normuon",
-    "mars-normuon",
-    "soap",
-    "mars-soap",
-    "soap-muon",
-    "mars-soap-muon",
-]
 Parts = int | tuple[int, ...] | None  # of a fused weight
 
 

@@ -74,7 +74,7 @@ class Choice:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rest:
     """The options of tensors that are not matrices. ``MARS`` gives these tensors a
-    param group of their own, with the values that ``split`` makes of these.
+    param group of their own, with the values that ``of_rest`` makes of these.
 
     Args:
         optimize_1d: give tensors that are not matrices to the MARS rule too (with

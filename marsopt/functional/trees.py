@@ -154,8 +154,7 @@ def _check(x: Tensor, name: str | int, device: torch.device) -> None:
     if is_traceable_wrapper_subclass(x):
         raise ValueError(
             f"got a {type(x).__name__} for params[{name!r}], expected a plain tensor: "
-            "give MARS(..., collectives=...) the sharded parameters themselves; it "
-            "stacks their local shards"
+            "give MARS(..., collectives=...) the sharded parameters themselves"
         )
     if x.device != device:
         raise ValueError(

@@ -15,7 +15,7 @@ from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.correction import Correction
 from marsopt.rules.lion import Lion
 from marsopt.rules.preconditioner import MatrixInput, Preconditioner
-from marsopt.step.owners import LOCAL, Owned
+from marsopt.step.owners import LOCAL
 
 __all__ = ["check_component"]
 
@@ -124,7 +124,7 @@ def _check_matrices(algorithm: Algorithm, whole: torch.Size) -> None:
     who, buffers = type(preconditioner).__name__, preconditioner.buffers
     matrix = torch.zeros(shape, device="cpu")
     owned = {
-        symbol: start_at_owner(algorithm, buffers[symbol], matrix, Owned((0,)))[0]
+        symbol: start_at_owner(algorithm, buffers[symbol], matrix, (0,))[0]
         for symbol in preconditioner.owned
     }
     given = MatrixInput(matrix, tuple(owned.values()))

@@ -12,10 +12,10 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from marsopt.functional.options import ModelOptions, RuleName
+from marsopt.functional.options import ModelOptions
 from marsopt.models.param_groups import param_groups
 from marsopt.optim.mars import MARS
-from marsopt.rules.registry import named
+from marsopt.rules.registry import RuleName, named
 from marsopt.step.owners import LOCAL, Collectives
 
 log = logging.getLogger(__name__)

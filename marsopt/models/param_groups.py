@@ -8,14 +8,14 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from marsopt.functional.buffers import check_unflattened
-from marsopt.functional.options import Parts, RuleName
+from marsopt.functional.options import Parts
 from marsopt.functional.routing import of_rest
 from marsopt.models.names import TABLES
 from marsopt.models.roles import roles, splits_of
 from marsopt.rules import checks
 from marsopt.rules.checks import Number, Weight
 from marsopt.rules.matrices import Matrices
-from marsopt.rules.registry import named
+from marsopt.rules.registry import RuleName, named
 
 
 def param_groups(

@@ -31,7 +31,7 @@ from marsopt.rules.dtypes import working, working_dtype
 from marsopt.rules.preconditioner import MatrixCost
 from marsopt.rules.registry import STATE_KEYS
 from marsopt.step import kernels
-from marsopt.step.owners import LOCAL, Collectives, Owned, OwnerBuffer, Tensors
+from marsopt.step.owners import LOCAL, Collectives, OwnerBuffer, Tensors
 from marsopt.step.step import Gradients, Group
 from marsopt.step.tables import (
     Decision,
@@ -56,22 +56,22 @@ class Member:
     piece: Tensor  # the elements that lie here
     state: dict[str, Tensor] = field(default_factory=dict)  # pieces, by symbol
     owned: Tensors = ()  # buffers that the owners of its matrices keep here
-    owns: Owned | None = None  # which matrices these are of
+    owns: tuple[int, ...] | None = None  # which matrices these are of
 
     @property
     def algorithm(self) -> Algorithm:
         return self.values.algorithm
 
 
-@dataclass
+@dataclass(kw_only=True)
 class BoundFormula(Group):
     """The parameters of one formula."""
 
-    members: Sequence[Member] = ()
-    values: FormulaValues | None = None
+    members: Sequence[Member]
+    values: FormulaValues
     # views of the counts of steps, and the tensors of ``optimizer.state`` from and to
     # which a step copies them; none if these are the views
-    counts: tuple[list[Tensor], list[Tensor]] = ((), ())  # type: ignore[assignment]
+    counts: tuple[list[Tensor], list[Tensor]]
 
 
 class Binding:
@@ -211,7 +211,9 @@ class Binding:
 
     # ---- buffers of owners -----------------------------------------------------------
 
-    def owned_entries(self) -> list[tuple[Tensor, str, Owned, tuple[int, ...]]]:
+    def owned_entries(
+        self,
+    ) -> list[tuple[Tensor, str, tuple[int, ...], tuple[int, ...]]]:
         """List the buffers that owners keep: parameter, key in its state, the matrices
         that have their owner here, entries of each of its matrices.
         """
@@ -338,7 +340,7 @@ class Binding:
             views, entries = group.counts
             if views:
                 torch._foreach_copy_(views, entries)
-            if is_changed and group.values is not None:
+            if is_changed:
                 group.values.send()
             group.num_steps = group.members[0].group.get(STAGE_COUNT, 0)
         self._is_stale = False
@@ -624,7 +626,7 @@ def _attach_owned(
         p, algorithm, buffers = member.p, member.algorithm, []
         parts = algorithm.matrices.part_rows(p.shape)
         every = range(algorithm.matrices.num_in(p.shape))
-        here = ownership.numbers if before is None else every
+        here = ownership if before is None else every
         changed = before is not None and before.get(p, parts) != parts
         if changed or _is_of_others(algorithm, p, state[p], here):
             for symbol in algorithm.owned:

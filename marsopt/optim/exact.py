@@ -73,7 +73,7 @@ class NextGradients:
         Raises:
             RuntimeError: the protocol was left out, so that h is stale or zero.
         """
-        if self.is_used and (self._is_owed or not (self._is_full or self.is_fresh)):
+        if self._is_owed or not (self._is_full or self.is_fresh):
             raise RuntimeError(
                 "got step() without a reference gradient, expected the protocol of "
                 "exact MARS: update_previous_grad() before step(), update_last_grad() "

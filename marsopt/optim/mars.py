@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from marsopt.functional.options import PartOptions, RuleName
+from marsopt.functional.options import PartOptions
 from marsopt.functional.routing import all_hyperparameters, check_taken
 from marsopt.optim.base import BoundOptimizer
 from marsopt.optim.groups import constructor_values
@@ -21,6 +21,7 @@ from marsopt.rules.checks import Number, Weight
 from marsopt.rules.dtypes import without_autocast
 from marsopt.rules.hyperparameters import check_names
 from marsopt.rules.matrices import Kind
+from marsopt.rules.registry import RuleName
 from marsopt.step.compiling import named_range
 from marsopt.step.owners import LOCAL, Collectives, check_collectives
 from marsopt.step.step import advance, assess
@@ -250,7 +251,8 @@ class MARS(BoundOptimizer):
         binding = self._fitting()
         if not binding.members:  # everything is frozen, or elsewhere
             return
-        self._next_grads.check_may_step()
+        if self._next_grads.is_used:
+            self._next_grads.check_may_step()
         with named_range("marsopt: gather"):
             groups, grads, has_grad = binding.gather()
         if isinstance(bound := self._options["max_norm"], Tensor):
@@ -264,7 +266,8 @@ class MARS(BoundOptimizer):
         advance(groups, grads, decision, **shared)
         with named_range("marsopt: scatter"):
             binding.count(decision, self._skipped)
-        self._next_grads.note_step()
+        if self._next_grads.is_used:
+            self._next_grads.note_step()
         self._grad_norm = decision.grad_norm
         self._last = LastStep(groups, sums, decision.ok)
         if self._options["nonfinite"] == "raise" and not decision.finite:

@@ -33,7 +33,8 @@ SCALARS = frozenset({float, int, type(None)})  # one that is the same object is 
 
 
 class GroupValues:
-    """The numbers of one param group, and its algorithm.
+    """The numbers of one param group, and its algorithm, which tells the structure: its
+    numbers are not refreshed.
 
     Args:
         group: a param group.
@@ -75,7 +76,6 @@ class GroupValues:
             int(c.storage_offset()) if isinstance(c, Tensor) else float(c)
             for c in columns
         ]
-        self.row: list[Number] = []  # as the table has it
         self.refresh(group)
 
     def fits(self, group: dict[str, Any], device: torch.device | None) -> bool:
@@ -110,11 +110,17 @@ class GroupValues:
             if self._seen.get(n, ...) is not latest[n] or checks.can_read(latest[n])
         }
         check_values(self._numbers, new)
-        rate = learning_rate(latest["lr"], latest["lr_ratio"])
-        values = dynamic([v for v in (latest | {"lr": rate}).values() if v is not None])
-        self.row = [c if isinstance(c, float) else values[c] for c in self._columns]
+        learning_rate(latest["lr"], latest["lr_ratio"])  # checks
         self._seen = latest
         return True
+
+    @property
+    def row(self) -> list[Number]:
+        """The numbers as the table has them: lr, gamma, and the algorithm's."""
+        rate = self._seen["lr"] * self._seen["lr_ratio"]
+        seen = (self._seen | {"lr": rate}).values()
+        values = dynamic([value for value in seen if value is not None])
+        return [c if isinstance(c, float) else values[c] for c in self._columns]
 
     def _plain(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a group's numbers as Python and torch write them."""

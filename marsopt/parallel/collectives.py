@@ -32,7 +32,6 @@ from marsopt.step.owners import (
     LOCAL,
     Collectives,
     MatrixParam,
-    Owned,
     OwnerBuffer,
     Request,
     joined,
@@ -256,18 +255,18 @@ class MeshCollectives:
         out |= zip(partition.gathered, self._by_gathering(gathered), strict=True)
         return [out[i] for i in range(len(requests))]
 
-    def owns(self, leaves: Sequence[MatrixParam]) -> list[Owned]:
+    def owns(self, leaves: Sequence[MatrixParam]) -> list[tuple[int, ...]]:
         """Return which matrices of each leaf have their owner here."""
         with unset_fake_temporarily():  # real numbers for a model without memory, too
             return self._owns(leaves) if leaves else []
 
-    def _owns(self, leaves: Sequence[MatrixParam]) -> list[Owned]:
+    def _owns(self, leaves: Sequence[MatrixParam]) -> list[tuple[int, ...]]:
         partition = self._partition(leaves)
-        out = {i: Owned(_numbers(leaves[i], {})) for i in partition.gathered}
+        out = {i: _numbers(leaves[i], {}) for i in partition.gathered}
         for i in partition.local:
             leaf = leaves[i].tensor
             cuts = self.cuts(leaf) if leaf.numel() else {}
-            out[i] = Owned(_numbers(leaves[i], cuts))
+            out[i] = _numbers(leaves[i], cuts)
         for group, group_cuts in partition.groups:
             owned, first = set(group.owns), 0
             for i, cut in group_cuts.items():
@@ -278,7 +277,7 @@ class MeshCollectives:
                 positions = range(first, first + len(cut.matrices))
                 pairs = zip(_numbers(leaves[i], batches), positions, strict=True)
                 numbers = tuple(number for number, at in pairs if at in owned)
-                out[i] = Owned(numbers)
+                out[i] = numbers
                 first += len(cut.matrices)
         return [out[i] for i in range(len(leaves))]
 
@@ -294,11 +293,13 @@ class MeshCollectives:
             on_mesh = isinstance(buffer.leaf, DTensor)
             yield next(published) if on_mesh else buffer.owned
 
-    def claim(self, published: Tensor, owns: Owned, sizes: Sequence[int]) -> Tensor:
+    def claim(
+        self, published: Tensor, owns: tuple[int, ...], sizes: Sequence[int]
+    ) -> Tensor:
         """Return the part of a published buffer that has its owner here."""
         if isinstance(published, DTensor):
             published = published.full_tensor()
-        return published[entries(owns.numbers, sizes).to(published.device)]
+        return published[entries(owns, sizes).to(published.device)]
 
     def _by_gathering(self, requests: Sequence[Request]) -> list[MatrixOutput]:
         """Do the owners' work on every rank: reference and fallback."""

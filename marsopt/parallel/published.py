@@ -40,7 +40,7 @@ def _tellers(buffers: Sequence[OwnerBuffer], device: str) -> Iterator[Tensor]:
     nums = [len(buffer.sizes) for buffer in buffers]
     owners = torch.full((sum(nums),), dist.get_world_size(), device="cpu")
     for buffer, part in zip(buffers, owners.split(nums), strict=True):
-        part[list(buffer.owns.numbers)] = dist.get_rank()
+        part[list(buffer.owns)] = dist.get_rank()
     owners = owners.to(device)
     meshes = dict.fromkeys(cast(DTensor, b.leaf).device_mesh for b in buffers)
     for group in dict.fromkeys(g for mesh in meshes for g, _ in groups_of(mesh)):
@@ -80,7 +80,7 @@ def _summed_bits(told: Sequence[tuple[OwnerBuffer, Tensor]]) -> list[Tensor]:
     for buffer, tellers in told:
         owned, sizes = buffer.owned, buffer.sizes
         whole = owned.new_zeros(sum(sizes), *owned.shape[1:])
-        index = entries(buffer.owns.numbers, sizes).to(owned.device)
+        index = entries(buffer.owns, sizes).to(owned.device)
         every = torch.tensor(sizes, device=tellers.device)
         by_entry = tellers.repeat_interleave(every, output_size=sum(sizes))
         is_told = (by_entry[index] == rank).view(-1, *[1] * (owned.ndim - 1))

@@ -18,7 +18,7 @@ from marsopt.profiling.profiler import profile
 from marsopt.profiling.table import Report, size
 from marsopt.rules.dtypes import working_dtype
 from marsopt.step import graph_runner
-from marsopt.step.graph_runner import Graphs, batch_dtype
+from marsopt.step.graph_runner import Graphs, batch_dtype, writes_matrices
 from marsopt.step.kernel_runner import Kernels
 from marsopt.step.step import Place
 
@@ -78,8 +78,8 @@ def _dtypes_of_matrices(member: Member, is_local: bool) -> list[torch.dtype]:
     """
     algorithm, piece = member.algorithm, member.piece
     cost = algorithm.matrix_preconditioner.cost.on(piece.device.type)
-    is_batch = is_local and graph_runner.takes_batches(piece.device)
-    is_made = algorithm.makes_matrix or is_batch
+    is_batch = graph_runner.takes_batches(piece.device, is_local)
+    is_made = writes_matrices(algorithm, is_batch)
     made = [batch_dtype(algorithm, piece)] if is_made else []
     dtype = working_dtype(piece)  # of results from other ranks
     return [*made, cost.returned(dtype) if is_local else dtype]

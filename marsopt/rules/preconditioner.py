@@ -69,11 +69,10 @@ class Preconditioner(ABC):
         """Return the scalars of a step from t = 1, 2, ... (N,): each is a number, or a
         tensor with an entry for each norm (N,). ``w`` is as in ``Average``.
 
-        ``update`` and ``apply`` get them as factors of x, (P, 1), or (1, n) for small
-        tensors flat behind each other, rounded from float64 to the working dtype:
-        compute 1 - beta here, too. A preconditioner that reads only these scalars, and
-        no hyperparameter of its own, shares its compiled graph with all preconditioners
-        of its kind.
+        ``update`` and ``apply`` get them as factors of x, (P, 1), rounded from float64
+        to the working dtype: compute 1 - beta here, too. A preconditioner that reads
+        only these scalars, and no hyperparameter of its own, shares its compiled graph
+        with all preconditioners of its kind.
         """
 
     @abstractmethod

@@ -198,6 +198,26 @@ class NamedRule:
         return sum(buffer.shape is like_x for buffer in algorithm.kept.values())
 
 
+# The rules that this package registers. A rule of your own has a name that a type
+# checker does not know: write "# type: ignore" beside it.
+RuleName = Literal[
+    "adamw",
+    "nadamw",
+    "mars-adamw",
+    "lion",
+    "mars-lion",
+    "muon",
+    "mars-shampoo",
+    "moonlight",
+    "mars-m",
+    "normuon",
+    "mars-normuon",
+    "soap",
+    "mars-soap",
+    "soap-muon",
+    "mars-soap-muon",
+]
+
 CORRECTIONS: dict[str, type[Correction]] = {}
 
 RULES = (

@@ -64,7 +64,7 @@ class Kind(NamedTuple):
     formula: Formula
     symbols: tuple[str, ...]  # of buffers
     num_columns: int  # of the table
-    has_numbers: bool  # elements have numbers, for stochastic rounding
+    has_positions: bool  # elements have numbers, for stochastic rounding
     has_output: bool  # matrices for owners are written into a tensor
 
     def scalars(self, ok: Tensor, table: Tensor) -> StepScalars:
@@ -91,12 +91,12 @@ def update(kind: Kind, tensors: list[Tensor]) -> None:
 
     Args:
         kind: says which tensors there are.
-        tensors: ok, table, x, g, numbers, the output, buffers; (P, n) each.
+        tensors: ok, table, x, g, positions, the output, buffers; (P, n) each.
     """
     algorithm, rest = kind.formula.algorithm, iter(tensors)
     s = kind.scalars(next(rest), next(rest))
     x, g = next(rest), next(rest)
-    index = numbers_of_elements(next(rest), x.shape) if kind.has_numbers else None
+    index = numbers_of_elements(next(rest), x.shape) if kind.has_positions else None
     output = next(rest) if kind.has_output else None
     buffers = dict(zip(kind.symbols, rest, strict=True))
     out, new = updated(algorithm, s, x, g, buffers, index)
@@ -158,22 +158,30 @@ def batch_dtype(algorithm: Algorithm, x: Tensor) -> torch.dtype:
     return cost.payload(working_dtype(x))
 
 
-def takes_batches(device: torch.device) -> bool:
-    """Return whether a device is fastest on all matrices of one shape at once. A CPU
-    takes large matrices one by one.
+def takes_batches(device: torch.device, is_local: bool) -> bool:
+    """Return whether matrices are made as batches: if one process has everything, and
+    its device is fastest on all matrices of one shape at once. A CPU takes large
+    matrices one by one.
     """
-    return device.type != "cpu"
+    return is_local and device.type != "cpu"
 
 
 def batch_key(algorithm: Algorithm, leaf: Leaf) -> Hashable:
     """Return a key: matrices of leaves with equal keys are orthogonalized together, if
     one process has everything.
     """
-    if not takes_batches(leaf.x.device):
+    if not takes_batches(leaf.x.device, is_local=True):
         return id(leaf.x)
     shape = leaf.params[0].shape
     sizes = tuple(dict.fromkeys(s for _, s in algorithm.matrices.shapes_in(shape)))
     return algorithm.matrix_preconditioner, sizes, working_dtype(leaf.x)
+
+
+def writes_matrices(algorithm: Algorithm, is_batch: bool) -> bool:
+    """Return whether ``update`` writes matrices for their owners into a tensor of their
+    own: else these are m, or there are none.
+    """
+    return algorithm.matrix_only and (is_batch or algorithm.makes_matrix)
 
 
 def matrix_outputs(
@@ -182,7 +190,7 @@ def matrix_outputs(
     """Return tensors for the matrices of leaves: rows of one new batch, or tensors of
     their own; m itself, if that is what goes to the owners.
     """
-    if not (is_batch or algorithm.makes_matrix):
+    if not writes_matrices(algorithm, is_batch):
         return [leaf.buffers["m"] for leaf in leaves]
     xs = [leaf.x for leaf in leaves]
     dtype = batch_dtype(algorithm, xs[0])
@@ -233,15 +241,15 @@ class FlatSet:
             self.buffers[symbol], views = self._empty(held[0].dtype)
             self._copies.append((views, held))
         self._params = [leaf.x.detach() for leaf in leaves]
-        self.numbers = None
-        if leaves[0].numbers is not None:
+        self.positions = None
+        if leaves[0].positions is not None:
             rows, views = self._empty(torch.int64)
             for leaf, view in zip(leaves, views, strict=True):
-                assert leaf.numbers is not None
+                assert leaf.positions is not None
                 shape = torch.Size((leaf.parts.num, leaf.parts.sizes[0]))
-                numbers = numbers_of_elements(leaf.numbers, shape)
+                numbers = numbers_of_elements(leaf.positions, shape)
                 view.copy_(numbers.view(leaf.x.shape))
-            self.numbers = rows.flatten()
+            self.positions = rows.flatten()
         self.g, self._gs = self._empty(x.dtype)
         self._zero = torch.zeros((), device=x.device)
 
@@ -384,7 +392,7 @@ class Graphs:
         taken: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self._device, self._is_local = device, is_local
-        self._is_batch = is_local and takes_batches(device)
+        self._is_batch = takes_batches(device, is_local)
         self._compile, self._required, self._say = compile, required, say
         # those that this runner calls stay, however many other optimizers have
         self._graphs: dict[Hashable, Graph] = {}
@@ -539,7 +547,7 @@ class Graphs:
             assert g is not None
             single, leaf = bound.singles[i], group.leaves[i]
             tensors = [*self._rows[number][i], single.x, g]
-            tensors += [] if leaf.numbers is None else [leaf.numbers]
+            tensors += [] if leaf.positions is None else [leaf.positions]
             if kind.has_output:
                 tensors.append(outputs[number, i].view_as(g))
             tensors += single.buffers
@@ -548,7 +556,7 @@ class Graphs:
         if flat is None or flat.members[0] not in members:
             return
         tensors = [*self._rows_of(number, flat), flat.x, flat.g]
-        tensors += [] if flat.numbers is None else [flat.numbers]
+        tensors += [] if flat.positions is None else [flat.positions]
         if kind.has_output:
             output = torch.empty_like(flat.x, dtype=batch_dtype(algorithm, flat.x))
             tensors.append(output)
@@ -628,8 +636,8 @@ class Graphs:
             bound.formula,
             bound.symbols,
             self._tables[number][1].shape[1],
-            bound.group.leaves[0].numbers is not None,
-            algorithm.matrix_only and (algorithm.makes_matrix or self._is_batch),
+            bound.group.leaves[0].positions is not None,
+            writes_matrices(algorithm, self._is_batch),
         )
 
     def compute(

@@ -23,7 +23,9 @@ from marsopt.step.graph_runner import (
     batch_dtype,
     leaf_views,
     matrix_outputs,
+    takes_batches,
     widest,
+    writes_matrices,
 )
 from marsopt.step.kernels import AddressTable, Blocks, SumsKernel, UpdateKernel
 from marsopt.step.parts import laid_as
@@ -126,8 +128,8 @@ class LaunchSet:
             for leaf in leaves
             for number in range(leaf.parts.num)
         ]
-        numbers = [leaf.numbers for leaf in leaves if leaf.numbers is not None]
-        positions = torch.cat(numbers) if numbers else None
+        runs = [leaf.positions for leaf in leaves if leaf.positions is not None]
+        positions = torch.cat(runs) if runs else None
         self.blocks = Blocks(sizes, device, positions=positions)
         kinds = list(self.dtypes.values())
         self._table = AddressTable(
@@ -181,6 +183,7 @@ class Kernels(Graphs):
 
     def __init__(self, groups: Sequence[Group], **kwargs: Any) -> None:
         self._all, self._say = groups, kwargs["say"]
+        self._is_batch = takes_batches(kwargs["device"], kwargs["is_local"])
         self._columns = [num_columns(group.algorithm) for group in groups]
         self._printed = [self._printable(*item) for item in enumerate(groups)]
         self._sets: dict[Any, LaunchSet] = {}
@@ -205,7 +208,7 @@ class Kernels(Graphs):
             return []
         leaf, columns = group.leaves[members[0]], self._columns[number]
         operands = _operands(group, leaf, leaf.x.dtype)
-        if group.algorithm.matrix_only and group.algorithm.makes_matrix:
+        if writes_matrices(group.algorithm, self._is_batch):
             operands["o"] = batch_dtype(group.algorithm, leaf.x)
         try:
             update_kernel(update, kind, tuple(operands.items()), columns)
@@ -280,7 +283,7 @@ class Kernels(Graphs):
         if algorithm.matrix_only:
             made = matrix_outputs(algorithm, leaves, self._is_batch)
             outputs |= {(number, i): o for i, o in zip(members, made, strict=True)}
-            if self._is_batch or algorithm.makes_matrix:
+            if writes_matrices(algorithm, self._is_batch):
                 operands["o"] = made[0].dtype
                 given["o"] = [outputs.get((number, i)) for i in together]
         self._launch(update, number, together, operands, given)
@@ -329,7 +332,7 @@ class Kernels(Graphs):
 
 def _is_dense(leaf: Leaf) -> bool:
     """Return whether a kernel finds the parts of a leaf in its memory."""
-    has_runs = leaf.numbers is None or leaf.numbers.ndim == 2
+    has_runs = leaf.positions is None or leaf.positions.ndim == 2
     return has_runs and leaf_views(leaf) is not None
 
 

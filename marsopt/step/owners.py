@@ -30,19 +30,13 @@ class MatrixParam(NamedTuple):
     preconditioner: MatrixPreconditioner
 
 
-class Owned(NamedTuple):
-    """Which matrices of a leaf have their owner here, by number."""
-
-    numbers: tuple[int, ...]
-
-
 class OwnerBuffer(NamedTuple):
     """An owner's buffer of the matrices of a leaf."""
 
     owned: Tensor  # (number here, *shape); flat if matrices have several shapes
     leaf: Tensor
     sizes: tuple[int, ...]  # entries along its first dim, of each matrix of the leaf
-    owns: Owned
+    owns: tuple[int, ...]
 
 
 Tensors = tuple[Tensor, ...]
@@ -263,7 +257,7 @@ class Collectives(Protocol):
         The preconditioners of all requests have one cost.
         """
 
-    def owns(self, leaves: Sequence[MatrixParam]) -> list[Owned]:
+    def owns(self, leaves: Sequence[MatrixParam]) -> list[tuple[int, ...]]:
         """Return which matrices of each leaf have their owner here, for leaves with
         preconditioners of one cost: the leaves of one ``on_owners``.
         """
@@ -273,7 +267,9 @@ class Collectives(Protocol):
         beside the leaf in a checkpoint of all ranks.
         """
 
-    def claim(self, published: Tensor, owns: Owned, sizes: Sequence[int]) -> Tensor:
+    def claim(
+        self, published: Tensor, owns: tuple[int, ...], sizes: Sequence[int]
+    ) -> Tensor:
         """Return the part of a published buffer that has its owner here; ``sizes`` are
         its entries of each matrix.
         """
@@ -326,14 +322,16 @@ class LocalCollectives:
     def on_owners(self, requests: Sequence[Request]) -> list[MatrixOutput]:
         return precondition_leaves(requests)
 
-    def owns(self, leaves: Sequence[MatrixParam]) -> list[Owned]:
+    def owns(self, leaves: Sequence[MatrixParam]) -> list[tuple[int, ...]]:
         nums = [leaf.matrices.num_in(leaf.tensor.shape) for leaf in leaves]
-        return [Owned(tuple(range(num))) for num in nums]
+        return [tuple(range(num)) for num in nums]
 
     def publish_all(self, buffers: Sequence[OwnerBuffer]) -> Iterator[Tensor]:
         return (buffer.owned for buffer in buffers)
 
-    def claim(self, published: Tensor, owns: Owned, sizes: Sequence[int]) -> Tensor:
+    def claim(
+        self, published: Tensor, owns: tuple[int, ...], sizes: Sequence[int]
+    ) -> Tensor:
         return published
 
 

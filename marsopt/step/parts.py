@@ -170,12 +170,12 @@ def positions_of(
     return [Position(base + start // run * stride, run, stride) for start in starts]
 
 
-def numbers_of_elements(numbers: Tensor, shape: torch.Size) -> Tensor:
+def numbers_of_elements(positions: Tensor, shape: torch.Size) -> Tensor:
     """Return the numbers of the elements of parts (P, n) in whole tensors, int64, from
-    ``Leaf.numbers``: ``Position`` of each part (P, 3), or a number of each element.
+    ``Leaf.positions``: ``Position`` of each part (P, 3), or a number of each element.
     """
-    if numbers.ndim == 1:
-        return numbers.view(shape)
-    i = torch.arange(shape[1], device=numbers.device)
-    base, run, stride = numbers[:, :, None].unbind(1)
+    if positions.ndim == 1:
+        return positions.view(shape)
+    i = torch.arange(shape[1], device=positions.device)
+    base, run, stride = positions[:, :, None].unbind(1)
     return base + i // run * stride + i % run

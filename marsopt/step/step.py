@@ -34,7 +34,7 @@ from marsopt.step.tables import (
     decide,
     decide_alone,
     scalar_dtype,
-    statistics,
+    sums_of_norms,
 )
 
 ROW = 512  # elements that are summed before rows are
@@ -57,7 +57,7 @@ class Leaf(NamedTuple):
     params: Sequence[Tensor]  # as the user holds them: DTensors, too
     # numbers of the elements in whole tensors: (base, run, stride) of each part (P, 3),
     # or of each element (n,); None: nothing is rounded stochastically
-    numbers: Tensor | None = None
+    positions: Tensor | None = None
     owned: Sequence[Tensors] = ()  # of each tensor, the buffers that its owners keep
     # the matrix preconditioner with the numbers of the tensor's param group
     preconditioner: MatrixPreconditioner | None = None
@@ -71,6 +71,10 @@ class Leaf(NamedTuple):
     def unbind(self, values: Tensor) -> Sequence[Tensor]:
         """Return ``values``, shaped as x, of each tensor."""
         return values.unbind() if self.is_stack else [values]
+
+    def joined(self, values: Sequence[Tensor]) -> Tensor:
+        """Return the values of each tensor, shaped as x."""
+        return torch.stack(list(values)) if self.is_stack else values[0]
 
 
 @dataclass
@@ -293,7 +297,7 @@ def assess(
         for leaf in group.leaves:
             each = leaf.parts.num_norms // len(leaf.params)
             leaves += [p for p in leaf.params for _ in range(each)]
-    sums = statistics(inputs, partial, has_grad)
+    sums = sums_of_norms(inputs, partial, has_grad)
     sums = runner.run_collective("exchange", collectives.sum, sums, leaves)
     return sums, runner.call(decide, inputs, sums, max_norm)
 
@@ -320,20 +324,17 @@ def advance(
             work = partial(_precondition, groups, decision, collectives, runner)
             results = runner.run_collective("matrices", work, places, matrices)
             del matrices
-            runner.apply(places, [result.matrix for result in results])
+            directions = [
+                groups[number].leaves[i].joined([output.matrix for output in outputs])
+                for (number, i), outputs in zip(places, results, strict=True)
+            ]
+            runner.apply(places, directions)
             owned |= {
-                place: result.owned
-                for place, result in zip(places, results, strict=True)
+                place: [output.owned for output in outputs]  # type: ignore[misc]
+                for place, outputs in zip(places, results, strict=True)
             }
     runner.finish()
     return owned
-
-
-class OwnerResult(NamedTuple):
-    """The owners' work on the matrices of a leaf."""
-
-    matrix: Tensor  # shaped as the leaf
-    owned: list[Tensors | None]  # of each tensor; None: written where they lie
 
 
 def _precondition(
@@ -343,16 +344,17 @@ def _precondition(
     runner: Runner,
     places: Sequence[Place],
     matrices: Sequence[Tensor],
-) -> list[OwnerResult]:
+) -> list[list[MatrixOutput]]:
     """Bring matrices to their owners and back: one call of the verb for each kind of
-    cost, in the order of all leaves, in which the owners of buffers were planned.
+    cost, in the order of all leaves, as the owners of buffers were planned. Return the
+    outputs of each tensor of each leaf.
     """
     by_place = dict(zip(places, matrices, strict=True))
     kinds: dict[MatrixCost, list[Place]] = {}
     for place in sorted(places):
         algorithm = groups[place[0]].algorithm
         kinds.setdefault(algorithm.matrix_preconditioner.cost, []).append(place)
-    results: dict[Place, OwnerResult] = {}
+    results: dict[Place, list[MatrixOutput]] = {}
     for alike in kinds.values():
         requests = []
         for place in alike:
@@ -360,14 +362,8 @@ def _precondition(
         back = iter(collectives.on_owners(requests))
         for number, i in alike:
             leaf = groups[number].leaves[i]
-            results[number, i] = _owner_result(leaf, [next(back) for _ in leaf.params])
+            results[number, i] = [next(back) for _ in leaf.params]
     return [results[place] for place in places]
-
-
-def _owner_result(leaf: Leaf, outputs: Sequence[MatrixOutput]) -> OwnerResult:
-    matrices = [output.matrix for output in outputs]
-    whole = torch.stack(matrices) if leaf.is_stack else matrices[0]
-    return OwnerResult(whole, [output.owned for output in outputs])  # type: ignore[misc]
 
 
 def _requests(
@@ -461,8 +457,8 @@ class Pure:
             assert g is not None
             buffers = {symbol: view(b) for symbol, b in leaf.buffers.items()}
             index = None
-            if leaf.numbers is not None:
-                index = numbers_of_elements(leaf.numbers, x.shape)
+            if leaf.positions is not None:
+                index = numbers_of_elements(leaf.positions, x.shape)
             out, new = updated(group.algorithm, s, x, view(g), buffers, index)
             buffers = {**leaf.buffers, **{k: v.view_as(leaf.x) for k, v in new.items()}}
             leaf = leaf._replace(buffers=buffers)

@@ -202,7 +202,7 @@ class GroupInputs(NamedTuple):
 
 class StepScalars(NamedTuple):
     """The scalars of a step (clip factors, rates, bias corrections) as columns, (P, 1)
-    each, or as factors of single elements.
+    each.
     """
 
     ok: Tensor  # bool: the step is finite and the tensor has a gradient
@@ -259,7 +259,7 @@ def scalar_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def statistics(
+def sums_of_norms(
     inputs: Sequence[Inputs | GroupInputs],
     products: Sequence[Float[Tensor, "_ _"]],
     has_grad: Bool[Tensor, " n"] | None,
@@ -293,11 +293,11 @@ class Clips(NamedTuple):
     """The clips of a step, and the sums that they are made of."""
 
     sums: Tensor  # (norms, pairs + 1) in the dtype of scalars
-    square: Tensor  # () of the norm of all gradients
+    g_square: Tensor  # () of the norm of all gradients
     global_clip: Tensor  # () factor of every gradient
-    norms: Sequence[Tensor]  # of every formula, its rows of ``sums``
+    by_formula: Sequence[Tensor]  # the rows of ``sums`` of every formula
     weights: list[tuple[Tensor, ...]]  # of every formula, (N,) of g and h in c
-    squares: list[Tensor]  # of every formula, of the norms of c
+    c_squares: list[Tensor]  # of every formula, of the norms of c (N,)
 
 
 def clips_of(inputs: Sequence[Inputs], sums: Tensor, max_norm: Number | None) -> Clips:
@@ -307,16 +307,16 @@ def clips_of(inputs: Sequence[Inputs], sums: Tensor, max_norm: Number | None) ->
     # not a product: 0 times infinity is no zero
     sums = torch.where(sums[:, -1:] == 0, 0.0, sums)
     sums = sums.to(scalar_dtype(sums.device))
-    square = sums[:, 0].sum()
-    global_clip = torch.ones_like(square)
+    g_square = sums[:, 0].sum()
+    global_clip = torch.ones_like(g_square)
     if max_norm is not None:
-        global_clip = global_clip_of(root(square), max_norm)
-    norms = sums.split([i.rows.num_norms for i in inputs])
-    pairs = zip(inputs, norms, strict=True)
-    weighed = [_weights(i, part, global_clip) for i, part in pairs]
+        global_clip = global_clip_of(root(g_square), max_norm)
+    by_formula = sums.split([i.rows.num_norms for i in inputs])
+    pairs = zip(inputs, by_formula, strict=True)
+    weighed = [_weights(i, of_i, global_clip) for i, of_i in pairs]
     weights = [of_c for of_c, _ in weighed]
-    squares = [squares for _, squares in weighed]
-    return Clips(sums, square, global_clip, norms, weights, squares)
+    c_squares = [squares for _, squares in weighed]
+    return Clips(sums, g_square, global_clip, by_formula, weights, c_squares)
 
 
 def decide(
@@ -335,12 +335,12 @@ def decide(
     read = [i.read() for i in inputs]
     clips = clips_of(read, sums, max_norm)
     finite = torch.isfinite(clips.sums).all()
-    for i, squares in zip(read, clips.squares, strict=True):
+    for i, squares in zip(read, clips.c_squares, strict=True):
         if isinstance(i.lr, Tensor):
             finite = finite & torch.isfinite(i.lr).all()
         finite = finite & (squares <= largest_square(i.algorithm, i.dtype)).all()
-    decision = Decision(clips.square.sqrt(), finite, [], [], [], [])
-    for i, part, weights in zip(read, clips.norms, clips.weights, strict=True):
+    decision = Decision(clips.g_square.sqrt(), finite, [], [], [], [])
+    for i, part, weights in zip(read, clips.by_formula, clips.weights, strict=True):
         moves = (part[:, -1] > 0) & finite
         ok = i.rows.of_tensors(moves)
         decision.t.append(i.t + ok.to(i.t.dtype))
@@ -360,7 +360,7 @@ def decide_alone(
     """Return the complete sums, and ``decide`` from them, if one process has
     everything.
     """
-    sums = statistics(inputs, products, has_grad)
+    sums = sums_of_norms(inputs, products, has_grad)
     return sums, decide(inputs, sums, max_norm)
 
 
@@ -374,7 +374,7 @@ def clip_factors(
     read = [i.read() for i in inputs]
     clips = clips_of(read, sums, max_norm)
     factors = []
-    for i, part, (of_g, *_) in zip(read, clips.norms, clips.weights, strict=True):
+    for i, part, (of_g, *_) in zip(read, clips.by_formula, clips.weights, strict=True):
         correction = i.algorithm.active_correction
         coefficient: Number = 1.0
         if correction is not None:

@@ -16,8 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad
 
 import marsopt
-from marsopt.functional.options import Options, Parts, RuleName
+from marsopt.functional.options import Options, Parts
 from marsopt.functional.routing import all_hyperparameters
+from marsopt.rules.registry import RuleName
 from tests.conformance.oracle import Oracle
 from tests.table import ROWS, SHAPES, tensors
 

@@ -300,7 +300,7 @@ def rows_at_owners(rank, world, shape, places, strategy):
     same = RowSums(ns=NewtonSchulz(dtype=torch.float64))
     owns = collectives.owns([MatrixParam(leaf, Matrices(), same) for leaf in leaves])
     requests = []
-    for leaf, (numbers,) in zip(leaves, owns, strict=True):
+    for leaf, numbers in zip(leaves, owns, strict=True):
         sums = torch.zeros(len(numbers), leaf.shape[0], dtype=torch.float64)
         given = MatrixInput(collectives.local(leaf), (sums,))
         keep = lambda old, new: new  # noqa: E731
@@ -314,7 +314,7 @@ def rows_at_owners(rank, world, shape, places, strategy):
             assert not old.any()
             torch.testing.assert_close(new, whole.sum(1).expand_as(old))
     assert all(map(torch.equal, before, [one.input.matrix for one in requests]))
-    return [len(numbers) for (numbers,) in owns]
+    return [len(numbers) for numbers in owns]
 
 
 @pytest.mark.parametrize("strategy", ["owner", "replicate"])
@@ -342,7 +342,7 @@ def owned_matrices(rank, world, shape, places):
             in_order = cut(whole, mesh, batches).to_local()[:, 0, 0].tolist()
             leaf = cut(whole.double(), mesh, placements)
             experts = MatrixParam(leaf, Matrices(kind="batched"), Orthogonal())
-            ((numbers,),) = collectives.owns([experts])
+            (numbers,) = collectives.owns([experts])
             assert [n for n in in_order if n in numbers] == [*numbers]
             assert batches != placements or [*numbers] == in_order
             owned.append((num, set(numbers)))
