@@ -1,5 +1,5 @@
 """The runner of graphs: one torch.compile graph a formula, over parts (P, n) of any
-size, and one over small tensors that lie flat behind each other.
+size; small tensors are copied into rows, which are parts to it.
 """
 
 from __future__ import annotations
