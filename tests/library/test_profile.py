@@ -138,7 +138,7 @@ def test_graphs_do_not_grow_with_depth(shallow, deep):
     for a, b in zip(two.graphs, many.graphs, strict=True):
         assert (a.name, len(a.kernels)) == (b.name, len(b.kernels))
         assert len(b.source) <= 1.1 * len(a.source)
-    assert seconds_many <= 1.6 * seconds_two
+    assert seconds_many <= 3 * seconds_two  # of 12 times as many tensors
 
 
 def test_bytes_of_graphs_are_weighed_by_the_elements_of_their_runs(shallow):
