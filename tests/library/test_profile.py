@@ -122,9 +122,9 @@ def test_no_recompiles_while_every_hyperparameter_moves(shallow):
 
 
 def test_graphs_do_not_grow_with_depth(shallow, deep):
-    """2 and 24 layers, of 44 bytes a parameter: as many graphs, kernels and characters of generated code. The
-    time is the CPU's in the first step, which neighbours do not stretch: tracing and
-    code generation; the C++ compiler's follows the code's size.
+    """2 and 24 layers, of 44 bytes a parameter: as many graphs, kernels and characters
+    of generated code. The time is the CPU's in the first step, which neighbours do not
+    stretch: tracing and code generation; the C++ compiler's follows the code's size.
     """
     (two, seconds_two), (many, seconds_many) = shallow, deep
     assert many.num_tensors > 9 * two.num_tensors
