@@ -368,6 +368,7 @@ def trained(tmp_path_factory):
     options = [
         "--training.steps", "2", "--lr-scheduler.warmup-steps", "1",
         "--metrics.log-freq", "1", "--validator.samples", "16",
+        "--training.seq-len", "32", "--training.global-batch-size", "8",
         "--dataloader.dataset-path", folder / "data",
     ]  # fmt: skip
     return train_all({name: ["--config", name, *options] for name in TINY}, folder)
