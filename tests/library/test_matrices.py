@@ -240,15 +240,6 @@ def test_a_rule_for_matrices_says_which_it_takes():
         marsopt.rule("muon", matrices="batched", splits=2).init(convolution)
 
 
-def test_shapes():
-    several = Matrices(kind="batched", splits=2)
-    assert several.num_in(torch.Size([3, 8, 6])) == 6
-    assert several.shapes_in(torch.Size([3, 8, 6])) == [(6, (4, 6))]
-    assert several.num_in(torch.Size([7])) == 1  # no matrix: one part
-    assert not Matrices().takes(torch.Size([3, 8, 6]))
-    assert hash(several) == hash(Matrices(kind="batched", splits=2))
-
-
 def test_newton_schulz_of_a_list_takes_batches():
     ns = NewtonSchulz(dtype=torch.float64)
     wide = torch.randn(3, 4, 6, dtype=torch.float64)

@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import marsopt
 from marsopt import MARS, REGISTRY, FlatGroup
 from marsopt.parallel import MeshCollectives
 from marsopt.rules import rounding
 from tests.processes import spawn
-from tests.processes.test_collectives import cut
 
 BF16 = torch.bfloat16
 NARROW = dict(state_dtype=BF16, stochastic_rounding=True)
@@ -190,6 +189,10 @@ def walk(
         if correction == "exact":
             optimizer.update_last_grad()
     return params, {n: optimizer.state[p] for n, p in params.items()}
+
+
+def cut(whole, mesh, placements):
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
 
 def give(params, seed):
