@@ -371,7 +371,8 @@ def trained(tmp_path_factory):
         "--training.seq-len", "32", "--training.global-batch-size", "8",
         "--dataloader.dataset-path", folder / "data",
     ]  # fmt: skip
-    return train_all({name: ["--config", name, *options] for name in TINY}, folder)
+    jobs = {name: ["--config", name, *options] for name in TINY}
+    return train_all(jobs, folder, num_layers=1)
 
 
 @pytest.mark.application
