@@ -2,6 +2,8 @@
 of them.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
@@ -123,11 +125,15 @@ def test_weights_of_zero_and_one(mars_type):
     torch.testing.assert_close(run(nesterov=1.0, nesterov_1d=1.0), bare)
 
 
-def test_forty_steps_compile_once_and_equal_eager():
-    """Of Moonlight and, of vectors, AdamW."""
+@pytest.mark.parametrize(
+    ("mars_type", "backend"), [("adamw", "inductor"), ("moonlight", "eager")]
+)
+def test_forty_steps_compile_once_and_equal_eager(mars_type, backend, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     plain, fast = parameters(), parameters()
+    own = dict(ns_dtype=torch.float64, ns_steps=2)
     slow, quick = (
-        optimizer_of(params, "moonlight", compile=compile, ns_dtype=torch.float64)
+        optimizer_of(params, mars_type, compile=compile, **own)
         for params, compile in ((plain, False), (fast, True))
     )
     for t in range(40):
