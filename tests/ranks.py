@@ -36,6 +36,7 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
     )
     gc.freeze()  # what all ranks have imported is looked through no more
+    gc.set_threshold(20_000, 50, 100)
     while True:
         try:
             function, args = pickle.loads(pipe.recv_bytes())

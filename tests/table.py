@@ -16,9 +16,11 @@ MATRICES = ("wide", "tall", "square")
 def steady(mars_type: str) -> dict:
     """Options with which rounding stays small: where gradients are zero in some
     directions, eigenvectors there are left to chance, and without eps Adam divides what
-    is seen along them, rounding, by its own size.
+    is seen along them, rounding, by its own size. Bases are refreshed every two steps.
     """
-    return dict(sides="short", eps=0.01) if "soap" in mars_type else {}
+    if "soap" not in mars_type:
+        return {}
+    return dict(sides="short", eps=0.01, precondition_frequency=2)
 
 
 @dataclass(frozen=True)

@@ -327,11 +327,6 @@ COMMANDS = {
         ["train", "--config", "small_mars_adamw", "--dataloader.dataset-path", "/none"],
         "got no /none/meta.json",
     ),
-    "prepare": (
-        ["train.prepare", "--source", "text", "--out", "/none/x", "/none/y"],
-        "got /none/y",
-    ),
-    "sample": (["train.sample", "--run", "/none"], "got no /none/settings.json"),
 }
 
 

@@ -130,14 +130,6 @@ def test_a_folder_of_json_lines_is_told_from_missing_text(tmp_path, capsys):
         )
 
 
-def test_what_was_prepared_is_said_in_words(tmp_path, text, capsys, monkeypatch):
-    options = ["--source", "text", "--out", tmp_path / "data", text]
-    monkeypatch.setattr("sys.argv", ["prepare", *map(str, options)])
-    prepare.main()
-    said = capsys.readouterr().out
-    assert " held-out bytes of 1 file in " in said
-
-
 def test_gpt2_without_its_vocabulary_is_one_line(tmp_path, monkeypatch):
     tiktoken = pytest.importorskip("tiktoken")
 

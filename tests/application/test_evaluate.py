@@ -279,9 +279,6 @@ ARGUMENTS = {
     "no tasks": (["--tasks", " , "], "got neither --tasks nor --loss"),
     "no data": (["--loss"], "got --loss without --data"),
     "no examples": (["--tasks", "letters", "--limit", 0], "got --limit 0"),
-    "no window": (["--loss", "--window", 0], "got --window 0"),
-    "no batch": (["--loss", "--batch-size", 0], "got --batch-size 0"),
-    "shots": (["--tasks", "letters", "--num-fewshot", -1], "got --num-fewshot -1"),
     "no folder": (["--tasks", "letters"], r"got no .*config\.json"),
     "device": (["--tasks", "letters", "--device", "tpu"], "got --device tpu"),
 }

@@ -152,19 +152,6 @@ def few_merges():
     return coder, merges
 
 
-def test_letters_are_gpt2s():
-    letters = tokenizer_files.letters()
-    assert len(set(letters.values())) == len(letters) == 256
-    assert set(letters.values()) == set(pre_tokenizers.ByteLevel.alphabet())
-    assert (letters[ord(" ")], letters[ord("\n")], letters[ord("a")]) == ("Ġ", "Ċ", "a")
-
-
-def test_merges_come_back_from_ranks():
-    coder, merges = few_merges()
-    assert len(merges) == 300
-    assert tokenizer_files.merges_of(coder.ranks) == merges
-
-
 @pytest.mark.parametrize("name", ["bytes", "bpe1024", "gpt2"])
 def test_auto_tokenizer_has_our_ids(name, tmp_path):
     coder = few_merges()[0] if name == "gpt2" else tokenizer(name)

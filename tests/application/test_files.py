@@ -25,7 +25,6 @@ from train.files import (
     made_whole,
     opened,
     read,
-    read_json,
     remove,
     remove_folder,
     replacing,
@@ -66,14 +65,6 @@ LINKS = {"symbolic": os.symlink, "hard": os.link}
 
 
 # ---- to write ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", LINKS)
-def test_a_draft_is_a_new_file(kind, users, folder):
-    LINKS[kind](users, folder / ".a.json.tmp")
-    write_json(folder / "a.json", 3)
-    assert read_json(folder / "a.json", int, "a number") == 3
-    assert [path.name for path in folder.iterdir()] == ["a.json"]
 
 
 def test_a_hard_link_is_replaced_and_a_symbolic_one_refused(users, folder):

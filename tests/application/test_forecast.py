@@ -191,7 +191,8 @@ def test_a_compiled_step_holds_what_is_predicted(monkeypatch):
     forced(monkeypatch, "leaves")
     as_on_a_gpu(monkeypatch)
     params = {n: nn.Parameter(x) for n, x in drawn(0).items()}
-    optimizer = build(params, "muon", compile=True, ns_dtype=torch.float32)
+    few = dict(ns_dtype=torch.float32, ns_steps=2)
+    optimizer = build(params, "muon", compile=True, **few)
     for n in range(3):
         for p, g in zip(params.values(), drawn(1 + n).values(), strict=True):
             p.grad = g
@@ -199,7 +200,7 @@ def test_a_compiled_step_holds_what_is_predicted(monkeypatch):
             found = traced(lambda: step(optimizer), "cpu").peak_bytes
         else:
             step(optimizer)
-    job = job_of("muon", ns_dtype=torch.float32)
+    job = job_of("muon", **few)
     small = 2**14  # numbers of each tensor
     assert found == CLOSE(forecast(job, 1).memory.step, rel=REL, abs=small)
 

@@ -18,7 +18,7 @@ from train import prepare
 from train.engine.titan import CompileConfig
 from train.engine.titan_model import SummedLoss
 
-SUMMED, STEPS, SEQ, BATCH, MICRO = 2, 6, 32, 8, 4
+SUMMED, STEPS, SEQ, BATCH, MICRO = 2, 4, 32, 8, 4
 MAX_NORM = 6.0  # above the norm of the first mean gradients, below that of their sums
 SHARED = [
     "--config", "tiny_mars_adamw",

@@ -40,7 +40,7 @@ def data(tmp_path_factory):
     return out
 
 
-SHAPE = dict(num_layers=2, num_heads=2, width=32)
+SHAPE = dict(num_layers=1, num_heads=2, width=32)
 OPTIONS = [
     "--config", "tiny_mars_adamw",
     "--optimizer.lr", LR,

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from tests.corpora import MARK, documents, llmc_files, nanogpt_files, write_corpus
-from train import errors
 from train.data import hub, web_text
 from train.data.encoding import encode, encoded
 from train.data.hub import Corpus, Place
@@ -462,20 +461,6 @@ def test_a_readme_that_names_files_of_the_folder_is_read(tmp_path):
     make("fineweb-edu", tmp_path / "mine", tmp_path / "out")
 
 
-def test_an_interrupt_is_one_line(tmp_path, corpus, monkeypatch, capsys):
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Corpus, "batches", interrupted)
-    command = ["prepare", "--source", "fineweb-edu", "--tokenizer", "bytes"]
-    command += ["--dataset", str(corpus), "--out", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit, match="130"):
-        errors.command(main)
-    said = "stopped before its end: run the same command again\n"
-    assert capsys.readouterr().err == said
-
-
 def test_a_full_disk_is_one_line(tmp_path, corpus, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
@@ -483,12 +468,6 @@ def test_a_full_disk_is_one_line(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match="No space left on device.*run the same comm"):
         make("fineweb-edu", corpus, tmp_path / "out")
-
-
-def test_values_are_those_of_numpy_uint16():
-    (_, ids), *_ = encoded([(0, ["aä"])], "bytes")
-    assert ids.dtype == np.uint16
-    assert ids.tolist() == [97, 195, 164, 256]
 
 
 def test_packages_are_held_out_whole(tmp_path, capsys):

@@ -192,30 +192,6 @@ def test_a_comparison_deletes_the_run_s_own_checkpoints_alone(run, tmp_path):
 
 
 INDEX = ".metadata"
-# what lies in folders of checkpoints, which of them are steps, and what is said of one
-# that is none; of an older one without an index the deletion was cut off
-CUT_OFF = {
-    "saving": (
-        {"step-2": (INDEX,), "step-4": (), "step-6.bak": (INDEX,)},
-        [2], 4, r"step-4, which has no \.metadata",
-    ),
-    "deletion": (
-        {"step-2": (SUMS,), "step-4": (SUMS, INDEX), "step-6": (SUMS,), "step-8": ()},
-        [4, 6], 2, r"step-2, which has lost its \.metadata \(",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", CUT_OFF)
-def test_a_checkpoint_that_was_cut_off_is_no_step(what, tmp_path):
-    folders, complete, step, message = CUT_OFF[what]
-    for name, files in folders.items():
-        (tmp_path / "checkpoint" / name).mkdir(parents=True)
-        for file in files:
-            (tmp_path / "checkpoint" / name / file).touch()
-    assert steps(tmp_path) == complete
-    with pytest.raises(UserError, match=message):
-        checkpoint(tmp_path, step)
 
 
 def test_a_deletion_that_is_cut_off_leaves_no_damage(tmp_path, monkeypatch):

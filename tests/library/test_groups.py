@@ -240,15 +240,6 @@ def test_names_are_understood_as_they_are_written_elsewhere(written):
     assert str(marsopt.mars(mars_type=written).matrix) == "mars-m"
 
 
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [("adam", "adamw"), ("moonlite", "moonlight"), ("mars-shampo", "mars-shampoo")],
-)
-def test_a_mistyped_name_is_answered_with_the_nearest(written, meant):
-    with pytest.raises(ValueError, match=f"did you mean '{meant}'"):
-        MARS(parameters(MATRIX), mars_type=written)
-
-
 def test_nesterov_is_an_option_of_rules_that_have_one():
     (a,), (b,) = parameters(MATRIX), parameters(MATRIX)
     one = mars([a], mars_type="adamw", nesterov=True, lr=0.1)

@@ -24,7 +24,7 @@ from marsopt.rules.algorithm import GRADIENTS, MOMENTUM
 from marsopt.rules.correction import H
 from marsopt.rules.preconditioner import Preconditioner
 from marsopt.rules.registry import BUILT_IN
-from tests.stacking import copies, equal, fill, parameters, run, same
+from tests.stacking import equal, fill, parameters, run, same
 
 SHAPES = {"w": (3, 4), "v": (4, 3), "b": (5,)}
 PAGE = Path(__file__).parents[2] / "docs/api/optimizer.md"
@@ -289,15 +289,6 @@ def test_state_that_is_wider_is_rounded_to_nearest():
         assert narrow.state[q]["exp_avg"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("mars_type", ["mars-adamw", "soap"])
-def test_hooks_may_wrap_a_state_dict_and_unwrap_it(mars_type):
-    optimizer, other = made(mars_type), made(mars_type, seed=1)
-    optimizer.register_state_dict_post_hook(lambda _, saved: {"optimizer": saved})
-    other.register_load_state_dict_pre_hook(lambda _, saved: saved["optimizer"])
-    other.load_state_dict(optimizer.state_dict())
-    same(other.state_dict(), optimizer.state_dict()["optimizer"])
-
-
 def test_names_come_with_the_state_dict():
     first = made("mars-adamw")
     plain = MARS(parameters(*SHAPES.values()), compile=False)
@@ -307,21 +298,6 @@ def test_names_come_with_the_state_dict():
     for optimizer in (plain, first):
         names = [n for group in optimizer.param_groups for n in group["param_names"]]
         assert names == list(SHAPES)
-
-
-def test_one_line_says_what_a_load_did(caplog):
-    saved = copy.deepcopy(saved_by("moonlight"))
-    del saved["state"][2]
-    optimizer = made("moonlight")
-    before = copies(optimizer.param_groups[0]["params"])
-    caplog.clear()
-    optimizer.load_state_dict(saved)
-    equal(optimizer.param_groups[0]["params"], before)
-    line = caplog.records[-1]
-    assert line.levelno == logging.INFO
-    assert line.getMessage() == (
-        "marsopt: load_state_dict restored 4 tensors, and restarted 3"
-    )
 
 
 # ---- the page ----------------------------------------------------------------------

@@ -148,16 +148,6 @@ def test_batched_is_one_by_one_and_zero_rows_stay_zero(dtype, cols, error):
     torch.testing.assert_close(whole[0, 0, [0, 1, 3, 4, 5]], rest, rtol=0, atol=error)
 
 
-def test_many_are_each_by_itself():
-    ns = NewtonSchulz(dtype=torch.float64)
-    matrices = [
-        torch.randn(s, dtype=torch.float64)
-        for s in ((6, 10), (4, 4), (10, 6), (4, 4), (6, 10))
-    ]
-    for m, o in zip(matrices, ns.many(matrices), strict=True):
-        torch.testing.assert_close(o, ns(m), rtol=0, atol=1e-12)
-
-
 def by_hand(m, dtype, steps=5):
     """Plain products of a matrix on its short side."""
     x = (m / (torch.linalg.vector_norm(m) + 5e-10)).to(dtype)

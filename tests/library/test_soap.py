@@ -21,8 +21,6 @@ from marsopt.parallel import MeshCollectives
 from marsopt.parallel.planner import cost, plan
 from marsopt.rules.preconditioner import MatrixInput
 from tests.conformance.oracle import Oracle
-from tests.slices import TENSORS, at_once, in_loop
-from tests.stacking import traced
 from train.forecast import models
 from train.forecast.record import Recorder, pretended
 
@@ -104,42 +102,7 @@ def test_shampoo_beta_is_that_of_the_factors():
         torch.testing.assert_close(state.buffers["L"][0][0], want)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (dict(sides="left"), r"got sides='left', expected one of \('both', 'short'\)"),
-        (dict(precondition_frequency=0), "expected a whole number >= 1"),
-        (dict(max_dim=2.5), "expected a whole number >= 1"),
-        (dict(shampoo_beta=1.0), r"expected a number in \[0, 1\)"),
-    ],
-)
-def test_what_it_does_not_take(given, said):
-    with pytest.raises(ValueError, match=said):
-        marsopt.rule("soap", **given)
-
-
-# ---- the class, and tensors of several matrices --------------------------------------
-
-
-@pytest.mark.parametrize("mars_type", ["mars-soap", "soap-muon"])
-def test_the_class_is_the_function(mars_type):
-    """Over stacks, with factors of several shapes, and a vector beside them."""
-    shapes = {"a": SQUARE, "b": SQUARE, "c": TALL, "bias": (7,)}
-    own = dict(sides="short", precondition_frequency=2, ns_dtype=torch.float64)
-    params = {n: nn.Parameter(drawn(s, i)) for i, (n, s) in enumerate(shapes.items())}
-    optimizer = MARS(params.items(), mars_type=mars_type, lr=0.01, compile=True, **own)
-    rule = marsopt.mars(mars_type=mars_type, **own)
-    x = {n: p.detach().clone() for n, p in params.items()}
-    state = rule.init(x)
-    for t in range(6):
-        g = {n: drawn(s, 10 * t + i) for i, (n, s) in enumerate(shapes.items())}
-        x, state = rule.step(x, g, state, lr=0.01)
-        for n, p in params.items():
-            p.grad = g[n].clone()
-        with traced():
-            optimizer.step()
-    for n, p in params.items():
-        torch.testing.assert_close(p.detach(), x[n], rtol=0, atol=1e-12)
+# ---- many runs, and tensors that join ------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["mars_soap", "soap_muon"])
@@ -158,23 +121,6 @@ def test_many_runs_at_once_are_each_of_them(name):
     found = torch.func.vmap(lambda x, g: run(x, g, range(5)))(starts, grads)
     each = [run(x, [g[i] for g in grads]) for i, x in enumerate(starts)]
     torch.testing.assert_close(found, torch.stack(each), rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("mars_type", ["mars-soap", "soap-muon"])
-def test_tensors_of_several_matrices_are_those_matrices(mars_type):
-    own = dict(
-        mars_type=mars_type,
-        lr=0.1,
-        lr_1d=0.1,
-        sides="short",
-        precondition_frequency=2,
-        ns_dtype=torch.float64,
-        compile=False,
-    )
-    want = in_loop(TENSORS, 5, **own)
-    got, _ = at_once(TENSORS, 5, **own)
-    for name, p in got.items():
-        torch.testing.assert_close(p.detach(), want[name], rtol=0, atol=1e-9)
 
 
 def test_a_tensor_that_joins_later_starts_in_its_own_coordinates():
@@ -369,46 +315,9 @@ def test_what_changes_its_bases_starts_anew(before):
     fresh.load_state_dict(optimizer.state_dict())
 
 
-def test_state_may_be_wider_than_a_parameter():
-    params = [torch.nn.Parameter(torch.randn(4, 3))]
-    kw = dict(mars_type="soap", state_dtype=torch.float64, compile=False)
-    optimizer = marsopt.MARS(params, lr=0.1, **kw)
-    for _ in range(3):
-        params[0].grad = torch.randn(4, 3)
-        optimizer.step()
-    assert params[0].isfinite().all()
-
-
 def test_what_owners_exchange_is_what_newton_schulz_does():
     for shape in ((64, 64), (32, 128)):
         want = sent("muon", shape, 4, strategy="owner")
         assert [kind for kind, _ in want] == ["all-to-all"] * 2
         for rule in ("soap", "soap-muon"):
             assert sent(rule, shape, 4, strategy="owner") == want
-
-
-# ---- saved and resumed ---------------------------------------------------------------
-
-
-def test_a_state_dict_goes_on_to_the_bit():
-    def build():
-        params = [nn.Parameter(drawn(s, i)) for i, s in enumerate((SQUARE, TALL, (5,)))]
-        own = dict(precondition_frequency=2, compile=False)
-        return params, MARS(params, mars_type="mars-soap", lr=0.01, **own)
-
-    def walk(params, optimizer, steps):
-        for t in steps:
-            for i, p in enumerate(params):
-                p.grad = drawn(p.shape, 10 * t + i)
-            optimizer.step()
-
-    params, optimizer = build()
-    walk(params, optimizer, range(3))
-    saved = [p.detach().clone() for p in params], optimizer.state_dict()
-    again, resumed = build()
-    for p, value in zip(again, saved[0], strict=True):
-        p.data.copy_(value)
-    resumed.load_state_dict(saved[1])
-    for pair in ((params, optimizer), (again, resumed)):
-        walk(*pair, range(3, 8))
-    assert all(map(torch.equal, params, again))

@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import weakref
-from collections import defaultdict
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -25,7 +24,6 @@ from marsopt.functional.routing import all_hyperparameters
 from marsopt.rules.registry import REGISTRY
 from marsopt.step.compiling import announce
 from tests import stacking
-from tests.processes import spawn
 from tests.stacking import build, copies, equal, fill, forced, run, traced
 
 ROOT = Path(__file__).parents[2]
@@ -125,48 +123,6 @@ def test_state_of_others_is_copied_with_the_optimizer(made):
         assert torch.equal(twin.state[first]["z"], torch.full((2,), 5.0))
 
 
-class ScheduleFree:
-    """As facebookresearch/schedule_free wraps: z lies in the optimizer's state, or, for
-    the reference, in ``elsewhere``; p is y.
-    """
-
-    def __init__(self, base, beta=0.9, elsewhere=None):
-        self.base, self.beta, self.num_steps = base, beta, 0
-        self.state = base.state if elsewhere is None else elsewhere
-
-    @torch.no_grad()
-    def step(self):
-        params = [p for group in self.base.param_groups for p in group["params"]]
-        self.num_steps += 1
-        for p in params:
-            state = self.state[p]
-            z = state.setdefault("z", p.detach().clone())
-            p.lerp_(z, 1 - 1 / self.beta)  # y becomes x
-            kept = p.clone()
-            p.copy_(z)
-            z.copy_(kept)
-        self.base.step()
-        for p in params:
-            z = self.state[p]["z"]
-            kept = z.clone()
-            z.copy_(p)
-            p.copy_(kept)
-            p.lerp_(z, 1 / self.num_steps)
-            p.lerp_(z, 1 - self.beta)
-
-
-def test_schedule_free_is_schedule_free(made):
-    optimizer, params = made
-    twin = parameters()
-    base = build(twin, "eager", lr=LR)
-    run(ScheduleFree(optimizer), params, range(5))
-    run(ScheduleFree(base, elsewhere=defaultdict(dict)), twin, range(5))
-    equal(params, twin, 1e-6)
-    without = parameters()
-    run(build(without, "eager", lr=LR), without, range(5))
-    assert not torch.allclose(params[0], without[0])
-
-
 # ---- loading -----------------------------------------------------------------------
 
 
@@ -255,19 +211,6 @@ def test_a_compiled_step_under_a_dispatch_mode_is_the_step(
     said = [r for r in caplog.records if r.name.startswith("marsopt")]
     assert len(said) == 1
     assert "eager" in said[0].getMessage()
-
-
-def test_flops_of_a_compiled_step_are_counted(monkeypatch):
-    forced(monkeypatch, "flat")
-    counted = []
-    for compiled in (False, True):
-        params = parameters((8, 8), (8, 8))
-        optimizer = MARS(params, mars_type="muon", compile=compiled)
-        fill(params, 0)
-        with FlopCounterMode(display=False) as counter:
-            optimizer.step()
-        counted.append(counter.get_total_flops())
-    assert counted[0] == counted[1] > 0
 
 
 def test_a_step_after_a_dispatch_mode_is_compiled_again(monkeypatch, of_dynamo):
@@ -454,35 +397,6 @@ def test_a_group_makes_an_empty_optimizer_real(mode):
     assert optimizer.grad_norm is not None
     with pytest.raises(ValueError, match="got lr=-1"):
         MARS([{"params": [], "lr": -1.0}])
-
-
-def zero(rank, world):
-    """One matrix and one vector; rank 1 gets nothing, or the vector. ZeRO writes its
-    groups into as many of MARS: each of one kind, as ``param_groups`` makes them.
-    """
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch.jit
-
-    found = []
-    for shapes in (((6, 4),), ((6, 4), (4,))):
-        params = parameters(*shapes)
-        groups = [{"params": [p]} for p in params]
-        optimizer = ZeroRedundancyOptimizer(
-            groups, optimizer_class=MARS, compile=False, lr=LR
-        )
-        for seed in range(4):
-            fill(params, seed)
-            optimizer.step()
-        found.append(copies(params))
-    return found
-
-
-@pytest.mark.processes
-def test_zero_redundancy_is_the_whole_optimizer():
-    for found in spawn(zero, 2):
-        for got in found:
-            want = parameters(*(p.shape for p in got))
-            run(build(want, "eager", lr=LR, lr_1d=LR), want, range(4))
-            equal(got, want, 1e-6)
 
 
 # ---- options of the whole optimizer in groups --------------------------------------

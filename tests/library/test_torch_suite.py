@@ -103,22 +103,6 @@ def test_it_goes_in_the_right_direction(mars_type, contiguous, scheduled, mode):
     assert last < first
 
 
-def test_it_compiles_once_with_groups_a_schedule_and_a_tensor_as_lr(of_dynamo):
-    found = []
-    for mode in ("eager", "flat"):
-        params = parameters((6, 4), (6, 4), (4,))
-        groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.02}]
-        optimizer = build(groups, mode, lr=torch.tensor(LR), max_norm=1.0)
-        scheduler = ExponentialLR(optimizer, 0.8)
-        for t in range(4):
-            fill(params, t)
-            with torch.compiler.set_stance("fail_on_recompile" if t else "default"):
-                optimizer.step()
-            scheduler.step()
-        found.append(params)
-    equal(*found, 1e-6)
-
-
 # ---- no gradient, and zeros --------------------------------------------------------
 
 

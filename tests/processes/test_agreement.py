@@ -15,13 +15,16 @@ from tests.processes import spawn
 pytestmark = pytest.mark.processes
 
 SAME = dict(lr=0.01, betas=(0.95, 0.99), max_norm=1.0, amsgrad=False)
+SAME |= dict(mars_type="mars-adamw")
 OTHERS = {
     "lr of group 0": dict(lr=0.5),
     "betas of group 0": dict(betas=(0.9, 0.98)),
     "max_norm": dict(max_norm=0.3),
     "amsgrad of group 0": dict(amsgrad=True),
+    "mars_type of group 0": dict(mars_type="adamw"),
 }
 NAME, SHAPE, VALUES = "parameter 'w'", "parameter 'b'", "the sum of the bits of"
+MORE, PRECISION = "a parameter more", "another precision"
 
 
 def first_step(rank, world, mesh_shape, which):
@@ -29,7 +32,7 @@ def first_step(rank, world, mesh_shape, which):
     it has changed nothing. ``mesh_shape`` None: plain data parallelism.
     """
     told = {}
-    for what in (*OTHERS, NAME, SHAPE, VALUES):
+    for what in (*OTHERS, NAME, SHAPE, VALUES, MORE, PRECISION):
         is_other = rank == which
         g = torch.Generator().manual_seed(int(is_other and what == VALUES))
         w, b = torch.randn(8, 6, generator=g), torch.ones(3)
@@ -44,7 +47,12 @@ def first_step(rank, world, mesh_shape, which):
             b = torch.ones(4)
         name = "v" if is_other and what == NAME else "w"
         params = {name: nn.Parameter(w), "b": nn.Parameter(b)}
+        if is_other and what == MORE:
+            params["more"] = nn.Parameter(torch.ones(2))
         options = SAME | (OTHERS.get(what, {}) if is_other else {})
+        if what == PRECISION:
+            ns_dtype = torch.float32 if is_other else torch.bfloat16
+            options = dict(mars_type="muon", ns_dtype=ns_dtype)
         optimizer = MARS(
             [*params.items()], collectives=collectives, compile=False, **options
         )
@@ -73,6 +81,9 @@ def test_a_difference_is_an_error_on_all_ranks(mesh_shape, world, which):
         error, same = told.pop(NAME)
         assert "=nothing on rank" in error or ", nothing on rank" in error
         assert same
+        for what in (MORE, PRECISION):
+            error, same = told.pop(what)
+            assert "differ between the ranks" in error and same, what
         error, same = told.pop(VALUES)
         if mesh_shape is None:  # else no rank has the whole of another's parameters
             assert f"{VALUES} parameter 'w'=" in error and same

@@ -207,7 +207,7 @@ def compiled(rank, world):
     """Of the graphs that dynamo makes; what inductor makes of them is the same code as
     of one process.
     """
-    pairs = [held_as("ddp", Model, "mars-m", compile=how) for how in (True, False)]
+    pairs = [held_as("ddp", Small, "mars-m", compile=how) for how in (True, False)]
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         for each in pairs:
             train(*each, range(NUM_STEPS), rank, world)

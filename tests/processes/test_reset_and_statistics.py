@@ -18,16 +18,12 @@ from tests.table import SHAPES, steady, tensors
 
 pytestmark = pytest.mark.processes
 
-KINDS = {  # the state of shards and of owners
-    "mars-soap": dict(precondition_frequency=2),
-    "mars-adamw": {},
-    "mars-m": {},
-}
+KINDS = ("mars-soap", "mars-adamw", "mars-m")  # the state of shards and of owners
 TENSORS = SHAPES | {"small": (1, 3)}  # of which a rank has nothing
 
 
 def build(door, params, mars_type):
-    own = KINDS[mars_type] | steady(mars_type)
+    own = steady(mars_type)
     options = dict(lr=0.02, max_norm=2.0, ns_dtype=torch.float64, compile=False)
     if door == "FSDP2":
         options["collectives"] = MeshCollectives(init_device_mesh("cpu", (2,)))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from marsopt import LOCAL, MARS, REGISTRY, mars
 from marsopt.parallel import MeshCollectives
@@ -29,7 +30,7 @@ OPTIONS = dict(
 
 # ---- rules ---------------------------------------------------------------------------
 
-SHORT = dict(steady("soap"), precondition_frequency=2)
+SHORT = steady("soap")
 
 
 def options(mars_type: str, correction: str) -> dict:
@@ -113,6 +114,20 @@ def grid(name, ndim):
     return [Shard(0), Shard(ndim - 1)]
 
 
+def crossed(name, ndim):
+    return [Shard(ndim - 1), Shard(0)]
+
+
+def twice(name, ndim):
+    """Two axes cut one dim."""
+    return [Shard(0), Shard(0)]
+
+
+def striped(name, ndim):
+    """As column-wise tensor parallelism under FSDP."""
+    return [_StridedShard(0, split_factor=2), Shard(0)]
+
+
 def mixed(name, ndim):
     """Sharded, replicated and plain tensors side by side."""
     if name in ("square", "heads", "bias"):
@@ -144,6 +159,9 @@ CELLS = {  # mesh, cut, strategies, rules
     "HSDP": ((2, 2), hybrid, ("owner",), HALF),
     "HSDP of one": ((2, 1), hybrid, ("owner", "auto"), FEW),
     "two axes": ((2, 2), grid, ("owner",), (*HALF, "mars-normuon clip")),
+    "crossed": ((2, 2), crossed, ("owner",), FEW),
+    "twice": ((2, 2), twice, ("owner",), FEW),
+    "striped": ((2, 2), striped, ("owner",), FEW),
     "experts and rows": ((2, 2), experts_and_rows, ("owner",), HALF),
     "experts twice": ((2, 2), experts_twice, ("owner", "replicate"), FEW),
     "an axis of one": ((2, 1), experts_and_rows, ("owner", "replicate"), FEW),
