@@ -1,7 +1,7 @@
 # make train   train the small default model and show it. RUN=name (a folder below runs/),
 #              CONFIG=recipe, RANKS=processes, OPTIONS='--section.option value ...',
 #              THREADS=a process (1: matrices of the tiny recipes are too small for two)
-# make test    lint and the whole test suite. WORKERS=processes
+# make test    lint and the whole test suite. WORKERS=processes (3: tests often wait)
 # make lint    ruff, mypy, who imports whom, marsopt's prose, and the schemas of two YAML files
 # make docs    the documentation site: open build/site/index.html
 # make gpu     correctness, speed and a training on one GPU, nine minutes of each; a second
@@ -16,7 +16,7 @@ CONFIG  ?= tiny_moonlight
 RUN     ?= $(CONFIG)
 RANKS   ?= 1
 THREADS ?= $(if $(filter tiny_%,$(CONFIG)),1)
-WORKERS ?= 2
+WORKERS ?= 3
 BIN     := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 SITE    := $(VENV)/lib/python3.*/site-packages

@@ -367,7 +367,8 @@ def mine(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(f"def model():\n    return {shapes}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("mine", None)  # others have modules of this name
 
 
 def test_the_command_prints_and_writes(mine, capfd):
