@@ -2,7 +2,7 @@
 
     python -m benchmarks.host_calls [--num 12] [--shape 768 3072] [--steps 40]
 
-First tensors of 16 x 16, which a step copies flat behind each other: arithmetic
+First tensors of 16 x 16, which a step copies into rows and out: arithmetic
 vanishes, and what is left is the host's. Then tensors of ``--shape``, whose data push
 out of the caches what the host needs. MARS-AdamW with both clips beside
 clip_grad_norm_ and torch's fused AdamW; they take turns, step by step; medians, and

@@ -1,4 +1,4 @@
-"""How parameters are moved: where they lie, or copied flat behind each other. The one
+"""How parameters are moved: where they lie, or copied into rows. The one
 place that knows how to force it.
 """
 

@@ -29,9 +29,7 @@ class Floor:
 
     norms: int  # g, and h where the gradient is corrected, read for their norms
     update: int  # everything, read once and written once
-    copied: (
-        int  # small tensors copied flat behind each other, and out: read and written
-    )
+    copied: int  # small tensors copied into rows, and out: read and written
 
     @property
     def num_bytes(self) -> int:
@@ -46,7 +44,7 @@ def floor_of(
 
     Args:
         groups: the parameters of each formula.
-        copied: those that a step copies flat behind each other, and out again.
+        copied: those that a step copies into rows, and out again.
         is_local: whether one process has everything.
     """
     floors = [
@@ -67,7 +65,7 @@ def _floor(member: Member, is_local: bool, is_copied: bool) -> tuple[int, int, i
     update = g + h + 2 * (x + moments) + (h if algorithm.h_from == "step" else 0)
     if algorithm.matrix_only:  # applying reads x and the directions, and writes x
         update += num * sum(d.itemsize for d in _dtypes_of_matrices(member, is_local))
-    # flat behind each other and, but for gradients, out again
+    # into rows and, but for gradients, out again
     copied = 2 * g + 4 * (x + h + moments) if is_copied else 0
     return g + h, update, copied
 
@@ -188,8 +186,8 @@ class OptimizerReport(Report):
             f"{self.bytes_per_param:.2f} a parameter, floor "
             f"{least.num_bytes / n:.2f}: norms {least.norms / n:.2f}, update "
             f"{least.update / n:.2f} ({size(self.num_bytes)} moved a step)",
-            f"and {least.copied / n:.2f} a parameter to copy small tensors flat behind "
-            "each other, and out",
+            f"and {least.copied / n:.2f} a parameter to copy small tensors into rows, "
+            "and out",
         ]
 
     def _rates(self) -> str:

@@ -50,7 +50,7 @@ from marsopt.step.tables import (
 )
 
 SMALL = 4096  # elements; a copy of fewer costs less than a call of a graph
-WIDTH = 64  # elements of a row of small tensors: each begins at a cache line
+WIDTH = 64  # elements of a row of small tensors, or a divisor: a cache line or more
 
 Say = Callable[[int, str], None]
 
@@ -240,7 +240,7 @@ class FlatSet:
             for _ in range(-(-size // self._width))
         ]
         # Dynamo makes a graph of its own for 1, and takes equal sizes for one size
-        while len(parts) in (0, 1, num_columns(group.algorithm)):
+        while len(parts) in (0, 1, self._width, num_columns(group.algorithm)):
             parts.append(0)
         x = leaves[0].x
         self.part_of_row = torch.tensor(parts, device=x.device)
@@ -437,7 +437,7 @@ class Graphs:
 
     @property
     def copied(self) -> set[Place]:
-        """Return the leaves that a step copies flat behind each other, and out."""
+        """Return the leaves that a step copies into rows, and out again."""
         flats = [(n, bound.flat) for n, bound in enumerate(self._bound) if bound.flat]
         return {(n, i) for n, flat in flats for i in flat.members}
 
@@ -683,6 +683,8 @@ class Graphs:
         if dynamic:  # Dynamo makes graphs of their own for sizes of 1
             forms += [t.shape[0] == 1 for t in tensors[:1]]
             forms += [tensors[-1].ndim, tensors[-1].shape[0] == 1]
+            # inductor chooses threads of a CPU by the first sizes
+            forms.append(self._device.type == "cpu" and tensors[-1].numel() < SMALL)
         else:
             forms += [(t.shape, t.stride()) for t in tensors]
         key = function, kind, tuple(forms), dynamic

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.dtypes import working
-from marsopt.step import step
+from marsopt.step import graph_runner, step
 from marsopt.step.compiling import KEPT, named_range
 from marsopt.step.expressions import Unprintable
 from marsopt.step.graph_runner import (
@@ -23,7 +23,6 @@ from marsopt.step.graph_runner import (
     batch_dtype,
     leaf_views,
     matrix_outputs,
-    takes_batches,
     widest,
     writes_matrices,
 )
@@ -183,10 +182,11 @@ class Kernels(Graphs):
 
     def __init__(self, groups: Sequence[Group], **kwargs: Any) -> None:
         self._all, self._say = groups, kwargs["say"]
-        self._is_batch = takes_batches(kwargs["device"], kwargs["is_local"])
+        device, is_local = kwargs["device"], kwargs["is_local"]
+        self._is_batch = graph_runner.takes_batches(device, is_local)
         self._columns = [num_columns(group.algorithm) for group in groups]
         self._printed = [self._printable(*item) for item in enumerate(groups)]
-        self._sets: dict[Any, LaunchSet] = {}
+        self._sets: dict[Any, tuple[UpdateKernel | SumsKernel, LaunchSet]] = {}
         super().__init__(groups, taken=self._printed, **kwargs)
         # of each printed leaf, the leaves of its group that one launch updates
         self._together: dict[Place, list[int]] = {}
@@ -223,7 +223,7 @@ class Kernels(Graphs):
     @property
     def kernels(self) -> list[tuple[UpdateKernel | SumsKernel, LaunchSet]]:
         """Return the kernels that were launched, each with its leaves."""
-        return [(kernel, launched) for (kernel, *_), launched in self._sets.items()]
+        return list(self._sets.values())
 
     # ---- the parts of a step ---------------------------------------------------------
 
@@ -247,8 +247,8 @@ class Kernels(Graphs):
         operands = {"g": widest(of_members, torch.float32)}
         if group.algorithm.h_from is not None:
             operands["h"] = group.leaves[members[0]].buffers["h"].dtype
-        kernel = sums_kernel(tuple(operands.items()))
-        launched = self._set(kernel, number, members, operands)
+        arguments = (tuple(operands.items()),)
+        kernel, launched = self._set(sums_kernel, arguments, number, members, operands)
         laid = launched.laid_out("g", of_members)
         totals = kernel(launched.blocks, launched.addresses({"g": laid}))
         if len(members) == len(group.leaves):
@@ -310,8 +310,10 @@ class Kernels(Graphs):
         given: dict[str, Sequence[Tensor | None]],
     ) -> None:
         kind, columns = formula(self._all[number].algorithm), self._columns[number]
-        kernel = update_kernel(function, kind, tuple(operands.items()), columns)
-        launched = self._set(kernel, number, members, operands)
+        arguments = function, kind, tuple(operands.items()), columns
+        kernel, launched = self._set(
+            update_kernel, arguments, number, members, operands
+        )
         laid = {name: launched.laid_out(name, x) for name, x in given.items()}
         ok = self._decision.ok_parts[number][launched.rows]
         table = self._decision.tables[number][launched.rows]
@@ -319,14 +321,19 @@ class Kernels(Graphs):
 
     def _set(
         self,
-        kernel: UpdateKernel | SumsKernel,
+        made_by: Callable[..., Any],
+        arguments: tuple[Any, ...],
         number: int,
         members: list[int],
         operands: Mapping[str, torch.dtype],
-    ) -> LaunchSet:
-        key = kernel, number, tuple(members)
+    ) -> tuple[Any, LaunchSet]:
+        """Return a kernel and its tensors: both stay with the runner, however many
+        other kernels the process has.
+        """
+        key = made_by, arguments, number, tuple(members)
         if key not in self._sets:
-            self._sets[key] = LaunchSet(self._all[number], members, operands)
+            launched = LaunchSet(self._all[number], members, operands)
+            self._sets[key] = made_by(*arguments), launched
         return self._sets[key]
 
 

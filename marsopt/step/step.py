@@ -333,6 +333,7 @@ def advance(
                 place: [output.owned for output in outputs]  # type: ignore[misc]
                 for place, outputs in zip(places, results, strict=True)
             }
+            del results, directions
     runner.finish()
     return owned
 

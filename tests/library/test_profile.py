@@ -385,7 +385,7 @@ def test_the_command_prints_and_writes(mine, capfd):
         assert f"Torch-Compiled Region: {key}" in keys
         assert re.search(rf"^  {key} +{graph['name']}: ", printed, re.MULTILINE)
         assert graph["source"] in printed
-    # one for the embedding, one for what lies flat behind each other
+    # one for the embedding, one for the rows of small tensors
     assert [g["name"] for g in found["graphs"]] == ["measure", "update", "update"]
     assert found["recompiles"] == []
     assert found["bytes_per_param"] == pytest.approx(32, rel=0.02)
