@@ -301,17 +301,19 @@ def algorithm_of(values: Mapping[str, Any]) -> Algorithm:
     known = {n: line for n, line in all_hyperparameters().items() if line.is_whole}
     known |= hyperparameters_of(row.preconditioner, kind)
     check_values(known, values)  # whether they are read or not
-    kind(**arguments(kind, values))  # checks
     return assembled(row, kind, values)
 
 
 def assembled(
     row: NamedRule, correction: type[Correction], values: Mapping[str, Any]
 ) -> Algorithm:
-    """Return the algorithm of a rule; a baseline has no correction."""
+    """Return the algorithm of a rule. A baseline has no correction, but the
+    correction's values are checked.
+    """
     choice = Choice(**arguments(Choice, values))
+    checked = correction(**arguments(correction, values))
     return row.algorithm(
-        correction=correction(**arguments(correction, values)) if row.is_mars else None,
+        correction=checked if row.is_mars else None,
         state_dtype=choice.state_dtype,
         stochastic_rounding=choice.stochastic_rounding,
         matrices=Matrices(**arguments(Matrices, values)),

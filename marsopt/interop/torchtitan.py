@@ -186,8 +186,14 @@ if BaseOptimizer is not None:
             for group in params:
                 pairs = list(zip(group["param_names"], group["params"], strict=True))
                 for numbers, is_beside in ((beside, True), (layers, False)):
-                    own = [x for x in pairs if (by_name(x[0]) is not None) == is_beside]
-                    groups += [{**numbers, "params": own}] if own else []
+                    named_params = [
+                        (name, p)
+                        for name, p in pairs
+                        if (by_name(name) is not None) == is_beside
+                    ]
+                    groups += (
+                        [{**numbers, "params": named_params}] if named_params else []
+                    )
             MARS.__init__(self, **_arguments(groups, whole))
 
 

@@ -28,7 +28,7 @@ class Item(NamedTuple):
 
 
 def as_tensor(value: Any) -> Tensor:
-    """Return a value of a state dict as a tensor: where it is, or on the CPU."""
+    """Return a value of a state dict as a tensor: a number lies on the CPU."""
     if isinstance(value, Tensor):
         return value
     return torch.as_tensor(value, device="cpu")

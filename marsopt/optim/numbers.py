@@ -110,16 +110,15 @@ class GroupValues:
             if self._seen.get(n, ...) is not latest[n] or checks.can_read(latest[n])
         }
         check_values(self._numbers, new)
-        learning_rate(latest["lr"], latest["lr_ratio"])  # checks
+        self._rate = learning_rate(latest["lr"], latest["lr_ratio"])
         self._seen = latest
         return True
 
     @property
     def row(self) -> list[Number]:
         """The numbers as the table has them: lr, gamma, and the algorithm's."""
-        rate = self._seen["lr"] * self._seen["lr_ratio"]
-        seen = (self._seen | {"lr": rate}).values()
-        values = dynamic([value for value in seen if value is not None])
+        numbers = self._seen | {"lr": self._rate}
+        values = dynamic([v for v in numbers.values() if v is not None])
         return [c if isinstance(c, float) else values[c] for c in self._columns]
 
     def _plain(self, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import reduce
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -148,8 +148,8 @@ def leaf_views(leaf: Leaf) -> list[Tensor] | None:
     if any(t.stride() != leaf.x.stride() for t in leaf.tensors):
         return None
     views = [dense_view(t, leaf.parts) for t in leaf.tensors]
-    found = [view for view in views if view is not None]
-    return found if len(found) == len(views) else None
+    dense = [view for view in views if view is not None]
+    return dense if len(dense) == len(views) else None
 
 
 def batch_dtype(algorithm: Algorithm, x: Tensor) -> torch.dtype:
@@ -233,12 +233,12 @@ class FlatSet:
         self._leaves = leaves
         several = [leaf.parts.sizes[0] for leaf in leaves if leaf.parts.num > 1]
         self._width = math.gcd(WIDTH, *several)
-        parts = [
-            part
-            for i, leaf in zip(members, leaves, strict=True)
-            for part, size in enumerate(leaf.parts.sizes, group.rows[i].start)
-            for _ in range(-(-size // self._width))
-        ]
+        parts = list[int]()  # of each row
+        self._starts = list[int]()  # of each leaf, in elements
+        for i, leaf in zip(members, leaves, strict=True):
+            self._starts.append(len(parts) * self._width)
+            for part, size in enumerate(leaf.parts.sizes, group.rows[i].start):
+                parts += [part] * -(-size // self._width)
         # Dynamo makes a graph of its own for 1, and takes equal sizes for one size
         while len(parts) in (0, 1, self._width, num_columns(group.algorithm)):
             parts.append(0)
@@ -281,12 +281,15 @@ class FlatSet:
         )
 
     def _copy(self, held: list[Tensor]) -> Copy:
+        """Return empty rows for tensors of the leaves."""
         rows, views = self._empty(held[0].dtype)
         if not all(tensor.is_contiguous() for tensor in held):
             return Copy(rows, views, held)
-        ends = [view.storage_offset() + view.numel() for view in views]
-        starts = [*(view.storage_offset() for view in views[1:]), rows.numel()]
-        gaps = [rows.new_zeros(b - a) for a, b in zip(ends, starts, strict=True)]
+        slots = pairwise([*self._starts, rows.numel()])
+        gaps = [
+            rows.new_zeros(stop - start - tensor.numel())
+            for (start, stop), tensor in zip(slots, held, strict=True)
+        ]
         pairs = zip(held, gaps, strict=True)
         lines = [line for tensor, gap in pairs for line in (tensor.view(-1), gap)]
         return Copy(rows, views, held, [line for line in lines if line.numel()])
@@ -316,14 +319,10 @@ class FlatSet:
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """Return views of rows (R, n), shaped as the leaves."""
-        sizes = [leaf.x.numel() for leaf in self._leaves]
-        starts = accumulate(
-            (-(-s // self._width) * self._width for s in sizes), initial=0
-        )
-        every = rows.view(-1)
+        elements = rows.view(-1)
         return [
-            every[start : start + size].view(leaf.x.shape)
-            for start, size, leaf in zip(starts, sizes, self._leaves, strict=False)
+            elements[start : start + leaf.x.numel()].view(leaf.x.shape)
+            for start, leaf in zip(self._starts, self._leaves, strict=True)
         ]
 
 
@@ -472,9 +471,10 @@ class Graphs:
         if (flat := bound.flat) is not None:
             flat.gather()
             flat.gather_gradients([grads[i] for i in flat.members])
-            # so few that they are done before a graph has checked its guards
-            found = products(flat.g, flat.buffers["h"] if has_h else None, False)
-            sums.index_add_(0, flat.part_of_row, found)
+            # eager operators take less time here than a graph's guards
+            h = flat.buffers["h"] if has_h else None
+            of_rows = products(flat.g, h, is_long=False)
+            sums.index_add_(0, flat.part_of_row, of_rows)
         return sums
 
     def call(self, function: Callable[..., Result], *args: Any) -> Result:

@@ -231,4 +231,4 @@ def test_torchtitans_llama3_learns_without_a_gpu(tmp_path):
     options += ["--debug.seed", "0"]  # else torchtitan draws one
     options += ["--dump-folder", tmp_path / "out"]
     losses = by_child("examples.torchtitan_llama3", *options, **ALONE)
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.7 * losses[0]

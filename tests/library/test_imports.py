@@ -58,7 +58,7 @@ MAKERS = {"arange", "as_tensor", "empty", "eye", "full", "ones", "tensor", "zero
 
 
 def test_every_new_tensor_names_its_device():
-    """Else it lies on torch's default device, where nobody may have put it."""
+    """A tensor without a device lies on torch's default device, which users set."""
     unnamed = [
         f"{path}:{node.lineno}"
         for path in (ROOT / "marsopt").rglob("*.py")

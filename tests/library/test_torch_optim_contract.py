@@ -485,18 +485,18 @@ def test_tied_weights_come_once():
 
 @pytest.mark.parametrize("mars_type", REGISTRY)
 def test_a_default_device_has_no_part_in_it(mars_type):
-    """Built, stepped, saved and loaded under one on which nothing can be read."""
+    """Built, stepped, saved and loaded under the meta device."""
     a, b = parameters(), parameters()
     options = dict(lr=LR, mars_type=mars_type, stochastic_rounding=True)
     options |= dict(state_dtype=torch.bfloat16, clip=None, max_norm=1.0)
     plain = build(a, "eager", **options)
     run(plain, a, range(3))
-    nowhere = torch.device("meta")
-    with nowhere:
+    meta = torch.device("meta")
+    with meta:
         optimizer = build(b, "eager", **options)
     for seed in range(3):
         fill(b, seed)
-        with nowhere:
+        with meta:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             optimizer.step()
     equal(a, b, 0.0)
