@@ -195,11 +195,15 @@ def matrix_outputs(
     xs = [leaf.x for leaf in leaves]
     dtype = batch_dtype(algorithm, xs[0])
     if not is_batch:
-        return [x.new_empty(x.shape, dtype=dtype) for x in xs]
+        return [torch.empty_like(x, dtype=dtype) for x in xs]
     sizes = [x.numel() for x in xs]
     batch = xs[0].new_empty(sum(sizes), dtype=dtype)
     rows = batch.split(sizes)
-    return [row.view(x.shape) for row, x in zip(rows, xs, strict=True)]
+    # a formula goes through the memory of x, so that its results lie as x does
+    return [
+        row.as_strided(x.shape, x.stride(), row.storage_offset())
+        for row, x in zip(rows, xs, strict=True)
+    ]
 
 
 def widest(tensors: Sequence[Tensor | None], default: torch.dtype) -> torch.dtype:
@@ -368,7 +372,7 @@ class BoundGroup:
     def as_parts(self, i: int, tensor: Tensor) -> Tensor:
         """Return a gradient or direction as its leaf lies, (P, n)."""
         leaf = self.group.leaves[i]
-        if tensor.stride() != self.singles[i].strides:
+        if tensor.stride() != self.singles[i].strides or tensor.is_neg():
             tensor = laid_as(leaf.x, tensor, tensor.dtype)
         view = dense_view(tensor, leaf.parts)
         assert view is not None
@@ -575,7 +579,7 @@ class Graphs:
             tensors = [*self._rows[number][i], single.x, g]
             tensors += [] if leaf.positions is None else [leaf.positions]
             if kind.has_output:
-                tensors.append(outputs[number, i].view_as(g))
+                tensors.append(bound.as_parts(i, outputs[number, i]))
             tensors += single.buffers
             self.compute(update, kind, tensors)
         flat = bound.flat

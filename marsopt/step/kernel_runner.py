@@ -157,7 +157,8 @@ class LaunchSet:
         for n, tensor in enumerate(tensors):
             if tensor is None:
                 continue
-            if tensor.dtype != dtype or tensor.stride() != self._strides[n]:
+            is_laid = tensor.stride() == self._strides[n] and not tensor.is_neg()
+            if tensor.dtype != dtype or not is_laid:
                 laid[n] = laid_as(self._leaves[n].x, tensor, dtype)
         return laid
 

@@ -58,11 +58,13 @@ class Parts:
 
 
 def dense_view(x: Tensor, parts: Parts) -> Tensor | None:
-    """Return a tensor (P, n) over the memory of ``x``; None if that has gaps, or if the
-    parts are no runs. It is no view of ``x``, whose dims Dynamo would guard: writes
-    into it are counted by ``Graphs.finish``.
+    """Return a tensor (P, n) over the memory of ``x``; None if that has gaps or negated
+    values, or if the parts are no runs. It is no view of ``x``, whose dims Dynamo would
+    guard: writes into it are counted by ``Graphs.finish``.
     """
     order = sorted(range(x.ndim), key=x.stride, reverse=True)
+    if x.is_neg():
+        return None
     if not x.is_contiguous() and (
         parts.num > 1 or not x.permute(order).is_contiguous()
     ):

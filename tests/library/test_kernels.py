@@ -37,6 +37,7 @@ from marsopt.step.parts import numbers_of_elements
 from marsopt.step.printer import print_sums, print_update
 
 ROOT = Path(__file__).parents[2]
+LAYOUTS = Path(__file__).with_name("test_layouts.py")
 TRITON = ROOT / os.environ.get("MARSOPT_TRITON", ".venv-triton")
 HAS_TRITON = bool(importlib.util.find_spec("triton")) or (TRITON / "triton").is_dir()
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -57,7 +58,7 @@ def test_in_a_process_with_triton():
     places = os.pathsep.join([str(ROOT), str(TRITON)])
     environment = {"PYTHONPATH": places, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, *command, __file__],
+        [sys.executable, *command, __file__, str(LAYOUTS)],
         cwd=ROOT,
         env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,
