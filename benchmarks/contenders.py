@@ -33,12 +33,10 @@ ADAMW_AS_OURS: dict[str, Any] = ADAMW_HYPER | dict(
     lr_1d=ADAMW_HYPER["lr"], weight_decay_1d=ADAMW_HYPER["weight_decay"]
 )
 MUON_HYPER: dict[str, Any] = dict(lr=2e-2, weight_decay=0.1)
-# The authors' defaults (nikhilvyas/SOAP). EVERY: the bases refreshed in every step, so
-# that the median of steps has a refresh in it.
+# The authors' defaults (nikhilvyas/SOAP).
 SOAP_HYPER: dict[str, Any] = dict(
     lr=3e-3, betas=(0.95, 0.95), eps=1e-8, weight_decay=0.01
 )
-EVERY: dict[str, Any] = dict(precondition_frequency=1)
 
 
 class Entry(NamedTuple):
@@ -128,11 +126,11 @@ def ours(mars_type: str, **options: Any) -> Callable[[Params, bool], Entry]:
     return build
 
 
-def torch_adamw(*, clip: bool, **mode: bool) -> Callable[[Params, bool], Entry]:
-    """Build ``torch.optim.AdamW`` in one of its modes."""
+def torch_adamw(*, clip: bool) -> Callable[[Params, bool], Entry]:
+    """Build ``torch.optim.AdamW``, fused."""
 
     def build(params: Params, compile: bool) -> Entry:
-        optimizer = torch.optim.AdamW(list(params.values()), **ADAMW_HYPER, **mode)
+        optimizer = torch.optim.AdamW(list(params.values()), **ADAMW_HYPER, fused=True)
         return entry_of(params, optimizer, clip=clip)
 
     return build
@@ -169,13 +167,12 @@ REFERENCE = Contender(
     key="clip-adamw-fused",
     title="clip_grad_norm_ + torch AdamW fused",
     family="torch",
-    build=torch_adamw(clip=True, fused=True),
+    build=torch_adamw(clip=True),
     num_buffers=2,
     twin="adamw",
 )
 
 
-BF16_STATE = dict(state_dtype=torch.bfloat16, stochastic_rounding=True)
 WORDS = {"mars": "MARS", "adamw": "AdamW", "nadamw": "NAdamW", "normuon": "NorMuon"}
 # for those that are compared with torch's own; the others take MARS_HYPER
 HYPER: dict[str, dict[str, Any]] = {
@@ -211,40 +208,10 @@ def _ours(name: str, title: str = "", **changed: Any) -> Contender:
 OURS = [
     *map(_ours, REGISTRY),
     _ours(
-        "mars-adamw",
-        "MARS-AdamW, both clips, h in bf16",
-        key="mars-adamw-bf16-h",
-        build=ours("mars-adamw", h_dtype=torch.bfloat16),
-    ),
-    _ours(
-        "mars-adamw",
-        "MARS-AdamW, both clips, state in bf16",
-        key="mars-adamw-bf16-state",
-        build=ours("mars-adamw", **BF16_STATE),
-    ),
-    _ours(
-        "adamw",
-        "AdamW, global clip, state in bf16",
-        key="adamw-bf16-state",
-        build=ours("adamw", **ADAMW_AS_OURS, **BF16_STATE),
-    ),
-    _ours(
-        "mars-adamw",
-        "MARS-AdamW, per-tensor clip alone",
-        key="mars-adamw-local-clip",
-        build=ours("mars-adamw", max_norm=None),
-    ),
-    _ours(
         "moonlight",
         "Moonlight, global clip, Newton-Schulz in fp16",
         key="moonlight-fp16",
         build=ours("moonlight", **MUON_HYPER, ns_dtype=torch.float16),
-    ),
-    _ours(
-        "soap",
-        "SOAP, global clip, a refresh in every step",
-        key="soap-every",
-        build=ours("soap", **SOAP_HYPER, **EVERY),
     ),
     _ours(
         "soap-muon",
@@ -268,22 +235,7 @@ TORCH = [
         key="adamw-fused",
         title="torch AdamW fused, no clip",
         family="torch",
-        build=torch_adamw(clip=False, fused=True),
-        num_buffers=2,
-    ),
-    Contender(
-        key="clip-adamw-foreach",
-        title="clip_grad_norm_ + torch AdamW foreach",
-        family="torch",
-        build=torch_adamw(clip=True, foreach=True),
-        num_buffers=2,
-        twin="adamw",
-    ),
-    Contender(
-        key="adamw-foreach",
-        title="torch AdamW foreach, no clip",
-        family="torch",
-        build=torch_adamw(clip=False, foreach=True),
+        build=torch_adamw(clip=False),
         num_buffers=2,
     ),
     Contender(

@@ -75,7 +75,7 @@ def ours(mars_type: str, **options: float) -> Build:
             weight_decay=0.0,
             mars_type=mars_type,
             ns_dtype=torch.bfloat16,
-            collectives=MeshCollectives(mesh, max_buckets=NUM_BUCKETS),
+            collectives=MeshCollectives(mesh),
             **options,
         )
 

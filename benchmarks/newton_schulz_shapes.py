@@ -122,7 +122,7 @@ def matrices(model: str, layers: int | None, width: int | None) -> Counter:
         tuple(size * (width or whole) // whole for size in shape)
         for name, shape in chosen.shapes.items()
         if len(shape) == 2
-        and name not in chosen.beside
+        and name not in chosen.elementwise
         and (layers is None or int(name.split(".")[0]) < layers)
     )
 

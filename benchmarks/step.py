@@ -2,7 +2,7 @@
 torch's, and the peers'.
 
     python -m benchmarks.step --model gpt2-small [--layers N] [--only mars-adamw torch]
-                              [--authors CHECKOUT] [--json FILE]
+                              [--json FILE]
 
 One process, GPT-2's own tensors, the same gradients for all. Contenders take turns
 step by step, and ratios are between steps of one round. Peers are optional: the
@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"NAME: {', '.join(FAMILIES)}, or one of\n  "
-        + "\n  ".join(c.key for c in [REFERENCE, *OURS, *TORCH, *peers.table(None)]),
+        + "\n  ".join(c.key for c in [REFERENCE, *OURS, *TORCH, *peers.table()]),
     )
     add = parser.add_argument
     add("--model", default="gpt2-small", choices=MODELS)
@@ -57,7 +57,6 @@ def arguments() -> argparse.Namespace:
         help="of parameters and gradients; our state is float32")
     # fmt: on
     add("--rounds", type=int, default=9, help="steps of each that count (9)")
-    add("--authors", type=Path, help="a checkout of the authors' repository")
     add("--memory", type=float, help="GiB to plan groups with (60%% of the machine's)")
     add("--eager", action="store_true", help="do not compile our rules")
     add("--json", type=Path, help="write everything measured here")
@@ -105,7 +104,7 @@ def choose(
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Measure everything that was asked for, ready for JSON."""
-    every = [REFERENCE, *OURS, *TORCH, *peers.table(args.authors)]
+    every = [REFERENCE, *OURS, *TORCH, *peers.table()]
     chosen = choose(every, args.only, args.without)
     depth, width = MODELS[args.model]
     tensors = shapes(

@@ -52,9 +52,8 @@ def main() -> None:
         lr = torch.tensor(1e-2 * (1 - step / num_steps))
         params, state, value = train_step(params, state, inputs, labels, lr)
         if step % 40 == 0 or step == num_steps - 1:
-            print(
-                f"step {step:3}  loss {value:.6f}  skipped {int(state.matrix.skipped)}"
-            )
+            skipped = int(state["matrix"].skipped)
+            print(f"step {step:3}  loss {value:.6f}  skipped {skipped}")
 
 
 if __name__ == "__main__":

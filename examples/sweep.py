@@ -9,7 +9,6 @@ is at an end, go on in its direction.
 import sys
 
 import torch
-from matplotlib.figure import Figure
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -21,7 +20,9 @@ STEPS = 60
 def build() -> torch.nn.Module:
     torch.manual_seed(0)
     words, hidden = torch.nn.Embedding(64, 32), torch.nn.Linear(32, 128)
-    return torch.nn.Sequential(words, hidden, torch.nn.GELU(), torch.nn.Linear(128, 64))
+    model = torch.nn.Sequential(words, hidden, torch.nn.GELU())
+    model.add_module("head", torch.nn.Linear(128, 64))  # AdamW's, by its name
+    return model
 
 
 def batches(num: int, seed: int):
@@ -47,9 +48,15 @@ def held_out_loss(lr: float) -> float:
 
 def main() -> None:
     lr = marsopt.for_model(build()).param_groups[0]["lr"]
-    losses = {rate: held_out_loss(rate) for rate in (lr / 2, lr, 2 * lr)}
-    for rate, loss in losses.items():
-        print(f"lr {rate:.3g}  loss {loss:.6f}")
+    losses = {}
+    for rate in (lr / 2, lr, 2 * lr):
+        losses[rate] = held_out_loss(rate)
+        print(f"lr {rate:.3g}  loss {losses[rate]:.6f}", flush=True)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no picture: pip install matplotlib draws one")
+        return
     axes = Figure(figsize=(6, 3.6), layout="constrained").subplots()
     axes.plot([*losses], [*losses.values()], "o-")
     axes.set(xscale="log", xlabel="learning rate", ylabel="held-out loss")

@@ -4,11 +4,11 @@ functional, compiled, sharded.
 
 from typing import TYPE_CHECKING
 
-from marsopt import testing as testing
 from marsopt.functional.named import mars, rule
 from marsopt.functional.rule import Rule
 from marsopt.functional.trees import FlatGroup
-from marsopt.models.for_model import for_model
+from marsopt.interop.torch_optim import to_torch
+from marsopt.models.for_model import for_model, rule_for
 from marsopt.models.param_groups import param_groups
 from marsopt.optim.mars import MARS
 from marsopt.rules.adamw import AdamW
@@ -57,6 +57,8 @@ __all__ = [
     "profile",
     "register",
     "rule",
+    "rule_for",
+    "to_torch",
 ]
 
 

@@ -18,11 +18,10 @@ from research import studies
 from research.compare.results import LEADS
 from research.compare.search import Found
 from research.compare.study import Study
+from research.studies import GROWING, MOONLIGHT
 from research.warm_up import (
     CONTROL_OF,
-    GROWING,
     HALF,
-    MOONLIGHT,
     PLACES,
     WARM_UPS,
     WHOLE,

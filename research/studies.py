@@ -15,7 +15,7 @@ from research.compare.search import Axis
 from research.compare.store import Store
 from research.compare.study import Method, Study
 
-__all__ = ["bf16_state", "gpu", "gpu_swept", "small", "tiny"]
+__all__ = ["batch", "bf16_state", "gpu", "gpu_swept", "small", "tiny"]
 Recipe = dict[str, Any]
 
 STORES = Path(__file__).parent / "study"
@@ -32,6 +32,38 @@ ELEMENTWISE: Recipe = dict(one_rate=True, weight_decay=0.1, beta2=0.99)
 MATRICES: Recipe = dict(weight_decay=0.1, beta2=0.95)
 SHORT: Recipe = dict(sides="short")
 
+LOG, WEIGHT = {"log_time": 10}, 0.2
+BESIDE: Recipe = dict(betas_1d=[LOG, LOG], nesterov_1d=WEIGHT)
+
+MOONLIGHT, GROWING = "Moonlight", "Moonlight, log time"
+MARS: Recipe = ELEMENTWISE | dict(rule="mars-adamw", beta1=0.95, gamma=0.025)
+SOAP: Recipe = MATRICES | SHORT | dict(rule="soap-muon")
+# with the learning rate around which small's search begins
+CONTENDERS: dict[str, tuple[Recipe, float]] = {
+    MOONLIGHT: (MATRICES | dict(rule="moonlight", beta1=0.95), 0.0175),
+    GROWING: (
+        MATRICES | BESIDE | dict(rule="moonlight", beta1=LOG, nesterov=WEIGHT),
+        0.02625,
+    ),
+}
+CONTROLS: dict[str, tuple[Recipe, float]] = {
+    "SOAP-Muon": (SOAP | dict(beta1=0.9203), 0.0175),
+    "SOAP-Muon, log time": (
+        SOAP | BESIDE | dict(beta1=LOG, beta2=LOG, nesterov=WEIGHT),
+        0.0175,
+    ),
+    "NAdamW": (ELEMENTWISE | dict(rule="nadamw", beta1=0.914), 0.0087),
+    "AdamW": (ELEMENTWISE | dict(rule="adamw", beta1=0.8778), 0.0087),
+    "MARS-AdamW": (MARS, 0.0087),
+    "torch Muon": (MATRICES | dict(rule="torch-muon", beta1=0.95), 0.0175),
+    "MARS-M": (MATRICES | dict(rule="mars-m", beta1=0.95, gamma=0.025), 0.0175),
+}
+EXACT: dict[str, tuple[Recipe, float]] = {
+    "MARS-AdamW, exact": (MARS | dict(correction="exact"), 0.0087)
+}
+
+# searches by seeds of no judgement: three learning rates, more if the best is at an end
+FACTOR, TRIALS, DRAWS, SEARCH_SEEDS = 1.5, 6, 3, (9, 10)
 SEEDS, MORE_SEEDS = 4, 8  # at the best point; more for what the questions turn on
 SMALL_MOONLIGHT_LR = 0.0175  # the best of small
 
@@ -82,6 +114,65 @@ GPU = Setting(
     dtype="bfloat16",
     compile=True,
 )
+
+
+def around(lr: float) -> tuple[Axis, ...]:
+    """Return the axis of a search that begins with three learning rates."""
+    return (Axis("lr", lr / FACTOR, lr * FACTOR, factor=FACTOR, start=lr),)
+
+
+# The authors' recipe of GPT-2: the rule has embeddings too, without decay, and AdamW
+# has LayerNorms at half the learning rate. MARS has these as well, with one learning
+# rate and one decay.
+AS_SHIPPED: Recipe = MARS | dict(one_rate=False, weight_decay=0.01)
+AS_SHIPPED |= dict(lr_1d_ratio=0.5, weight_decay_1d=0.1)
+NO_WARM_UP: Recipe = dict(warmup=0.0)  # best for these in warm_up's studies
+MATRIX_STARTS = (0.0175, 0.0263, 0.0263, 0.0263)
+BATCHES: dict[str, Recipe] = {
+    "1k": {},
+    "4k": dict(batch=32),
+    "16k": dict(batch=128),
+    "64k": dict(batch=512, steps=480),
+}
+# by title: recipe, its control, and where its searches begin at each of BATCHES
+AT_BATCHES: dict[str, tuple[Recipe, str, tuple[float, ...]]] = {
+    "AdamW": (CONTROLS["AdamW"][0], "AdamW", (0.0058, 0.0087, 0.0131, 0.0131)),
+    "MARS-AdamW": (AS_SHIPPED, "AdamW", (0.0087, 0.0196, 0.0196, 0.0196)),
+    "MARS-AdamW, all tensors": (MARS, "AdamW", (0.0131, 0.0196, 0.0196, 0.0196)),
+    "NAdamW": (CONTROLS["NAdamW"][0], "AdamW", (0.0087, 0.0087, 0.0131, 0.0131)),
+    MOONLIGHT: (CONTENDERS[MOONLIGHT][0] | NO_WARM_UP, "NAdamW", MATRIX_STARTS),
+    "torch Muon": (CONTROLS["torch Muon"][0] | NO_WARM_UP, MOONLIGHT, MATRIX_STARTS),
+    "MARS-M": (CONTROLS["MARS-M"][0] | NO_WARM_UP, MOONLIGHT, MATRIX_STARTS),
+    "SOAP-Muon, log time": (
+        CONTROLS["SOAP-Muon, log time"][0] | NO_WARM_UP,
+        MOONLIGHT,
+        4 * (0.0263,),
+    ),
+    "MARS-AdamW, exact": (EXACT["MARS-AdamW, exact"][0], "AdamW", 4 * (0.0131,)),
+}
+
+
+def batch() -> Study:
+    """0.1M parameters by 1k to 64k tokens a step: does MARS pay with the batch?"""
+    methods = {}
+    for title, (recipe, control, rates) in AT_BATCHES.items():
+        for (size, own), lr in zip(BATCHES.items(), rates, strict=True):
+            methods[f"{title}, {size}"] = Method(
+                recipe | own,
+                around(lr),
+                num_seeds=5,
+                control=f"{control}, {size}",
+                search_seeds=None if size == "1k" else SEARCH_SEEDS[:1],
+            )
+    return Study(
+        title="0.1M parameters, by tokens a step",
+        setting=replace(SMALL, steps=960, micro_batch=8),
+        methods=methods,
+        trials=TRIALS,
+        num_draws=DRAWS,
+        search_seeds=SEARCH_SEEDS,
+        halve=False,
+    )
 
 
 def small() -> Study:

@@ -16,9 +16,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from research.compare.plain import Setting
-from research.compare.search import Axis
 from research.compare.study import Method, Study
-from research.studies import ELEMENTWISE, MATRICES, SHORT, SMALL, Recipe, sized
+from research.studies import (
+    CONTENDERS,
+    CONTROLS,
+    DRAWS,
+    EXACT,
+    SEARCH_SEEDS,
+    SMALL,
+    TRIALS,
+    Recipe,
+    around,
+    sized,
+)
 
 __all__ = [
     "warm_up_480",
@@ -31,39 +41,11 @@ __all__ = [
     "warm_up_prose",
     "warm_up_ten_million",
 ]
-FACTOR, TRIALS, DRAWS = 1.5, 6, 3
-SEARCH_SEEDS = (9, 10)  # of no judgement
 # by the end of a title; the setting's own is a tenth of the steps
 WARM_UPS: dict[str, Recipe] = {
     "": {},
     ", 2% warm-up": dict(warmup=0.02),
     ", no warm-up": dict(warmup=0.0),
-}
-LOG, WEIGHT = {"log_time": 10}, 0.2
-BESIDE: Recipe = dict(betas_1d=[LOG, LOG], nesterov_1d=WEIGHT)
-
-MOONLIGHT, GROWING = "Moonlight", "Moonlight, log time"
-MARS: Recipe = ELEMENTWISE | dict(rule="mars-adamw", beta1=0.95, gamma=0.025)
-SOAP: Recipe = MATRICES | SHORT | dict(rule="soap-muon")
-# with the learning rate around which small's search begins
-CONTENDERS: dict[str, tuple[Recipe, float]] = {
-    MOONLIGHT: (MATRICES | dict(rule="moonlight", beta1=0.95), 0.0175),
-    GROWING: (
-        MATRICES | BESIDE | dict(rule="moonlight", beta1=LOG, nesterov=WEIGHT),
-        0.02625,
-    ),
-}
-CONTROLS: dict[str, tuple[Recipe, float]] = {
-    "SOAP-Muon": (SOAP | dict(beta1=0.9203), 0.0175),
-    "SOAP-Muon, log time": (
-        SOAP | BESIDE | dict(beta1=LOG, beta2=LOG, nesterov=WEIGHT),
-        0.0175,
-    ),
-    "NAdamW": (ELEMENTWISE | dict(rule="nadamw", beta1=0.914), 0.0087),
-    "AdamW": (ELEMENTWISE | dict(rule="adamw", beta1=0.8778), 0.0087),
-    "MARS-AdamW": (MARS, 0.0087),
-    "torch Muon": (MATRICES | dict(rule="torch-muon", beta1=0.95), 0.0175),
-    "MARS-M": (MATRICES | dict(rule="mars-m", beta1=0.95, gamma=0.025), 0.0175),
 }
 # of each method; NAdamW of what is not here
 CONTROL_OF = {
@@ -75,9 +57,6 @@ CONTROL_OF = {
 }
 # which takes two gradients a step: its control has twice the steps
 HALF, WHOLE = "960", "1920"
-EXACT: dict[str, tuple[Recipe, float]] = {
-    "MARS-AdamW, exact": (MARS | dict(correction="exact"), 0.0087)
-}
 
 
 @dataclass(frozen=True)
@@ -157,9 +136,9 @@ def study(name: str) -> Study:
     """Return the study of a place: every contender at three warm-ups."""
     place, methods = PLACES[name], {}
     for title, (recipe, lr) in place.contenders.items():
-        axis = Axis("lr", lr / FACTOR, lr * FACTOR, factor=FACTOR, start=lr)
         for end, warmup in WARM_UPS.items():
-            methods[title + end] = Method(recipe | warmup, (axis,), place.num_seeds)
+            own = around(lr), place.num_seeds
+            methods[title + end] = Method(recipe | warmup, *own)
     return Study(
         title=place.title,
         setting=place.setting,

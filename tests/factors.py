@@ -86,8 +86,8 @@ class Factors(Average, MatrixPreconditioner):
         return False
 
     def update(self, x, c, buffers, s):
-        m, _ = self.average(buffers["m"], c, s[2:])
-        return None, {"m": m}
+        _, _, mu, weight = s
+        return None, {"m": mu * buffers["m"] + weight * c}
 
     def stage(self, count, number):
         return count % 2 == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from marsopt import MARS
-from marsopt.step import graph_runner
+from marsopt.optim import binding
 
 # eager; compiled, every tensor by itself, as large ones; compiled, all tensors flat, as
 # small ones
@@ -19,7 +19,7 @@ def forced(patch: pytest.MonkeyPatch, mode: str) -> str:
     """From now on, what is compiled moves as ``mode`` says."""
     if mode != "eager":
         small = {"leaves": 0, "flat": 2**62}[mode]
-        patch.setattr(graph_runner, "SMALL", small)
+        patch.setattr(binding, "SMALL", small)
     return mode
 
 
@@ -39,7 +39,7 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """Matrices of one shape are written into one batch; eager steps too, so that a test
     need not compile to meet it.
     """
-    patch.setattr(graph_runner, "takes_batches", lambda device, is_local: is_local)
+    patch.setattr(binding, "takes_batches", lambda device, is_local: is_local)
 
 
 def fill(params, seed: int) -> None:

@@ -39,10 +39,10 @@ class Row:
 
     @property
     def num_factors(self) -> int:
-        """Buffers of other sizes that its matrices' owners keep: two factors, their
-        bases and a count.
+        """Buffers of other sizes that its matrices' owners keep: two factors and their
+        bases.
         """
-        return 5 if "soap" in self.oracle["kind"] else 0
+        return 4 if "soap" in self.oracle["kind"] else 0
 
     @property
     def has_gamma(self) -> bool:
@@ -98,7 +98,7 @@ ROWS = {
     ),
     "mars_lion": Row("mars-lion", dict(kind="mars-lion"), 2),
     "mars_lion-noclip": Row(
-        "mars-lion", dict(kind="mars-lion", clip=None), 1, kwargs=dict(clip=None)
+        "mars-lion", dict(kind="mars-lion", clip=None), 2, kwargs=dict(clip=None)
     ),
     "mars_shampoo": Row(
         "mars-shampoo",
@@ -110,7 +110,7 @@ ROWS = {
     "mars_shampoo-noclip": Row(
         "mars-shampoo",
         dict(kind="mars-shampoo", clip=None),
-        1,
+        2,
         True,
         dict(ns_dtype=torch.float64, clip=None),
     ),
@@ -118,7 +118,7 @@ ROWS = {
     "mars_m-noclip": Row(
         "mars-m",
         dict(kind="mars-m", clip=None),
-        1,
+        2,
         True,
         dict(ns_dtype=torch.float64, clip=None),
     ),

@@ -25,6 +25,9 @@ def train(model: nn.Module, x: Tensor) -> None:
     marsopt.for_model(model, "soap-muon", sides="short", log_time=10, splits={"qkv": 3})
     marsopt.MARS([x], mars_type="moonlight", ns_steps=5, splits=(4, 4), base_lr=6e-3)
     marsopt.mars(mars_type="moonlight", max_norm=1.0, betas_1d=(0.9, 0.95))
+    whole_rule = marsopt.rule_for(model, "mars-m", lr=6e-3, convolutions=True)
+    assert_type(whole_rule, marsopt.Rule)
+    whole_rule.step({"w": x}, {"w": x}, {}, lr=whole_rule.lr * 0.5)
 
     rule = marsopt.rule("mars-adamw", gamma=0.025)
     assert_type(rule, marsopt.Rule)
@@ -52,6 +55,7 @@ def wrong(model: nn.Module, x: Tensor) -> None:
     marsopt.param_groups(model)  # type: ignore[call-arg]  # no lr
     marsopt.param_groups(model, lr="fast")  # type: ignore[arg-type]  # a word
     marsopt.for_model(model, lr="fast")  # type: ignore[arg-type]  # a word
+    marsopt.rule_for(model, compile=True)  # type: ignore[call-arg]  # of for_model
     marsopt.MARS([1, 2])  # type: ignore[arg-type]  # numbers for tensors
     marsopt.MARS([x], betas=0.9)  # type: ignore[arg-type]  # one for two
     marsopt.newton_schulz([x])  # type: ignore[arg-type]  # a list for a tensor

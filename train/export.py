@@ -1,13 +1,14 @@
 """python -m train.export: a run's model as a Hugging Face folder."""
 
 import argparse
+import shutil
 from pathlib import Path
 from shlex import quote
 
 from train.data import tokenizer_files
 from train.data.tokenizers import TOKENIZERS
 from train.errors import UserError, command
-from train.files import copy, made_whole
+from train.files import made_whole
 from train.gpt2 import huggingface
 from train.runs import checkpoints
 from train.runs.settings import SETTINGS
@@ -37,7 +38,7 @@ def export(
         if training_state:
             (draft / STATE).mkdir()
             for file in (*path.iterdir(), trained.folder / SETTINGS):
-                copy(file, draft / STATE)
+                shutil.copy(file, draft / STATE)
 
 
 def main() -> None:

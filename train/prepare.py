@@ -12,7 +12,7 @@ from train.data.source import Option, Source, all_options, chosen
 from train.data.tokenizers import TOKENIZERS, Bytes, tokenizer
 from train.data.tokens import SPLITS, Meta, open_tokens
 from train.data.web_text import FineWebEdu, OpenWebText
-from train.errors import OF_PATHS, UserError, advice, check_least, command, counted
+from train.errors import UserError, check_least, command, counted
 from train.files import (
     MADE,
     check_folder,
@@ -52,16 +52,10 @@ def prepare(
     if check_folder("--out", out) and lexists(out / "meta.json"):
         return _recognise(out, ready.request, tokenizer_name)
     check_new("--out", out)
-    try:
-        with workspace(out, {**ready.plan, "tokenizer": tokenizer_name}) as work:
-            if not is_complete(work):
-                meta = ready.make(work, tokenizer(tokenizer_name), processes)
-                meta.save(work / MADE)
-    except OSError as error:
-        again = "" if error.errno in OF_PATHS else ", and run the same command again"
-        raise UserError(
-            f"got {error} while making {out}, expected {advice(error)}{again}"
-        ) from error
+    with workspace(out, {**ready.plan, "tokenizer": tokenizer_name}) as work:
+        if not is_complete(work):
+            meta = ready.make(work, tokenizer(tokenizer_name), processes)
+            meta.save(work / MADE)
     return Meta.load(out)
 
 

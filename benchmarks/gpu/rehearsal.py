@@ -18,6 +18,7 @@ import importlib.util
 import re
 import subprocess
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -31,17 +32,20 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from marsopt import MARS
+from marsopt.optim.binding import Binding
+from marsopt.optim.state_dict import State
 from marsopt.profiling.optimizer import floor_of, printed_kernels
 from marsopt.rules.registry import REGISTRY
+from marsopt.step.graphs import Graphs
 from marsopt.step.kernel_runner import Kernels
 from marsopt.step.kernels import Kernel, load
 from marsopt.step.owners import LOCAL
-from marsopt.step.printer import NUM_WARPS
-from marsopt.step.step import advance, assess
+from marsopt.step.printer import OPTIONS
+from marsopt.step.step import step
 from train.errors import UserError, check_least, command
 from train.files import write_json
-from train.forecast.models import jobs
-from train.forecast.record import Rank, bound
+from train.forecast.models import Job, jobs
 
 MODEL = "gpt2-large"
 CAPABILITIES = (80, 90, 100)
@@ -88,9 +92,7 @@ TYPES = {torch.int64: "i64", torch.int32: "i32", torch.bool: "i1"}
 TYPES |= {torch.float32: "fp32", torch.float64: "fp64"}
 
 
-def launches_of(
-    runner: Kernels, groups: Any, grads: Any, has_grad: Tensor
-) -> list[Launch]:
+def launches_of(runner: Kernels, binding: Binding) -> list[Launch]:
     """Return the launches of a step, none of which runs."""
     found: list[Launch] = []
 
@@ -98,15 +100,44 @@ def launches_of(
         kernel: Kernel, function: Any, num: int, *args: Tensor | int, **sizes: int
     ) -> None:
         types = [f"*{TYPES[x.dtype]}" if isinstance(x, Tensor) else "i32" for x in args]
-        sizes.pop("num_warps", None)
         name = function.fn.__name__
         found.append(Launch(kernel, name, tuple(types), tuple(sizes.items())))
 
-    shared: Any = dict(collectives=LOCAL, runner=runner)
+    grads, has_grad = binding.gather()
     with mock.patch.object(Kernel, "_launch", note):
-        _, decision = assess(groups, grads, max_norm=1.0, has_grad=has_grad, **shared)
-        advance(groups, grads, decision, **shared)
+        step(
+            binding.groups,
+            binding.exchanges,
+            grads,
+            max_norm=1.0,
+            collectives=LOCAL,
+            runner=runner,
+            has_grad=has_grad,
+        )
     return found
+
+
+def bound(job: Job, dtype: torch.dtype) -> Binding:
+    """Return the binding of parameters that have no memory. MARS would refuse to move
+    them: it gets them frozen, and makes groups and options.
+    """
+    sides: list[list[tuple[str, Tensor]]] = [[], []]
+    for name, shape in job.shapes.items():
+        x = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        sides[name in job.elementwise].append((name, x))
+    matrices, beside = sides
+    groups = [dict(params=matrices), dict(params=beside, mars_type="adamw")]
+    options = {**job.options, "mars_type": job.mars_type, "compile": False}
+    optimizer = MARS([group for group in groups if group["params"]], **options)
+    frozen = optimizer.describe().binding
+    for x in (x for side in sides for _, x in side):
+        x.requires_grad_()
+        x.grad = torch.empty_like(x)
+    meta = torch.device("meta")
+    state: State = defaultdict(dict)
+    binding = Binding(frozen.param_groups, state, frozen.options, meta)
+    binding.bind()
+    return binding
 
 
 def played(name: str) -> dict[str, Any]:
@@ -115,21 +146,17 @@ def played(name: str) -> dict[str, Any]:
     dtype, options = DTYPES[dtypes]
     (job,) = jobs(MODEL, [rule])
     job = replace(job, options={**job.options, **options})
-    rank = Rank(LOCAL, lambda piece, shape: piece, 0, 1)
     told: list[str] = []
     with torch.no_grad():
-        binding, _ = bound(job, rank, dtype)
-        groups, grads, has_grad = binding.gather()
-        runner = Kernels(
-            groups,
-            device=torch.device("meta"),
-            is_local=True,
-            compile=False,
-            required=False,
-            say=lambda level, what: told.append(what),
-        )
-        launches = launches_of(runner, groups, grads, has_grad)
-    floor = floor_of(groups, runner.copied).num_bytes
+        binding = bound(job, dtype)
+
+        def say(level: int, what: str) -> None:
+            told.append(what)
+
+        graphs = Graphs(torch.device("meta"), compile=False, say=say)
+        runner = Kernels(binding.groups, graphs, say)
+        launches = launches_of(runner, binding)
+    floor = floor_of(binding.groups).num_bytes
     moved = sum(kernel.num_bytes for kernel in printed_kernels(runner))
     row = dict(
         name=name,
@@ -166,7 +193,7 @@ def binary(launch: Launch, capability: int) -> dict[str, Any]:
     kernel = triton.compile(
         ASTSource(fn=function, signature=types, constexprs=sizes),
         target=GPUTarget("cuda", capability, WARP),
-        options={"num_warps": NUM_WARPS},
+        options=OPTIONS,
     )
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -176,7 +203,8 @@ def binary(launch: Launch, capability: int) -> dict[str, Any]:
         out = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
     used = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", out))
     wide = ACCESS.findall(kernel.asm["ptx"])
-    step = sizes.get("WIDE", 0) // (WARP * NUM_WARPS)  # elements of a thread; 0: totals
+    threads = WARP * OPTIONS["num_warps"]
+    step = sizes.get("WIDE", 0) // threads  # elements of a thread; 0: totals
     loads, stores = printed.bytes_read * step, printed.bytes_written * step
     narrow = loads // WIDEST - wide.count("ld"), stores // WIDEST - wide.count("st")
     return dict(

@@ -1,10 +1,10 @@
-"""Leaves of a step, made for both doors: their parts, their buffers as they start, and
-checks of parameters that no rule can move.
+"""Buffers of parameters as they start, for both doors, and checks of parameters that no
+rule can move.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,15 +14,7 @@ from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import Buffer, owned_parts, owned_shapes
 from marsopt.rules.dtypes import default_state_dtype
 from marsopt.rules.rounding import NARROW
-from marsopt.step.owners import Collectives, MatrixParam, flat_indices
-from marsopt.step.parts import (
-    has_several_parts,
-    parts_of,
-    positions_of,
-    scales_of,
-)
-from marsopt.step.step import Leaf
-from marsopt.step.tables import Index, index_of
+from marsopt.step.owners import Collectives, MatrixParam
 
 
 def start_beside(algorithm: Algorithm, buffer: Buffer, x: Tensor) -> Tensor:
@@ -88,63 +80,6 @@ def entries_at_owner(
         return (1,) * num
     sizes = [size.numel() for size in owned_shapes(matrices, shape, buffer)]
     return (*sizes,) * (num // len(sizes))
-
-
-def leaf_of(
-    algorithm: Algorithm,
-    shape: torch.Size,
-    x: Tensor,
-    buffers: Mapping[str, Tensor],
-    params: Sequence[Tensor],
-    collectives: Collectives,
-    *,
-    is_stack: bool = False,
-) -> Leaf:
-    """Return a tensor of a step, with equal parts.
-
-    Args:
-        algorithm: the algorithm that moves it.
-        shape: of one whole parameter.
-        x: the piece that lies here, or with ``is_stack`` a stack of pieces.
-        buffers: by symbol, like x.
-        params: the parameters, as the user holds them.
-        collectives: of the ranks that hold the parameters.
-        is_stack: whether x is a stack.
-    """
-    piece = x[0] if is_stack else x
-    asks = algorithm.stochastic_rounding or has_several_parts(algorithm, shape)
-    cuts = collectives.cuts(params[0]) if asks else {}
-    parts = parts_of(algorithm, shape, piece, cuts).equal()
-    positions = None
-    if algorithm.stochastic_rounding:
-        runs = positions_of(shape, piece.shape, cuts, parts)
-        if runs is None:
-            positions = flat_indices(shape, cuts, x.device).flatten()
-            positions = positions.repeat(len(params))
-        else:
-            rows = runs * len(params)
-            positions = torch.tensor(rows, dtype=torch.int64, device=x.device)
-    return Leaf(
-        x, buffers, parts.repeated(len(params)), params, positions, is_stack=is_stack
-    )
-
-
-def index_of_leaves(
-    algorithm: Algorithm, shapes: Sequence[torch.Size], leaves: Sequence[Leaf]
-) -> Index:
-    """Return the index of the leaves of one formula; ``shapes`` are of one whole
-    parameter of each.
-    """
-    scales = None
-    if algorithm.matrix_only:
-        pairs = zip(shapes, leaves, strict=True)
-        scales = (
-            scale
-            for shape, leaf in pairs
-            for scale in scales_of(algorithm, shape, leaf.parts)
-        )
-    nums = [len(leaf.params) for leaf in leaves]
-    return index_of([leaf.parts for leaf in leaves], nums, scales, leaves[0].x.device)
 
 
 # ---- parameters that no rule can move ------------------------------------------------

@@ -113,7 +113,8 @@ def mars(*, mars_type: RuleName = "mars-adamw", **options: Unpack[Options]) -> R
         >>> bool(params["weight"].norm() < 1.41)        # the norm at the start
         True
     """
-    known = all_hyperparameters().keys() - {"lr", "lr_ratio"}  # a step is given its lr
+    # a step is given its lr, and ratios are of param groups
+    known = all_hyperparameters().keys() - {"lr", "lr_ratio", "lr_1d_ratio"}
     check_names(options, known, "mars")
     row = named(mars_type)
     given: dict[str, Any] = {"mars_type": mars_type, **options}

@@ -63,12 +63,17 @@ class Options(PartOptions, total=False):
     weight_decay_1d: Number | None
 
 
-class ModelOptions(Options, total=False):
-    """Options of ``for_model``."""
+class RoleOptions(Options, total=False):
+    """Options of ``rule_for``."""
 
     adapters: Literal["matrix", "adamw"]
-    collectives: Collectives
-    compile: bool | None
     convolutions: bool
     experts: bool
+
+
+class ModelOptions(RoleOptions, total=False):
+    """Options of ``for_model``."""
+
+    collectives: Collectives
+    compile: bool | None
     nonfinite: Literal["skip", "raise"]

@@ -73,8 +73,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rest:
-    """The options of tensors that are not matrices. ``MARS`` gives these tensors a
-    param group of their own, with the values that ``of_rest`` makes of these.
+    """The options of tensors that are not matrices.
 
     Args:
         optimize_1d: give tensors that are not matrices to the MARS rule too (with
@@ -83,6 +82,7 @@ class Rest:
             group's lr, 3e-3 in ``marsopt.mars``.
         lr_1d: learning rate of these tensors at the peak; it follows the schedule of
             lr. None = the rule's own: lr itself, or the authors' 3e-3.
+        lr_1d_ratio: the same of a param group, as a share of its lr.
         betas_1d: their betas. None = the rule's own: betas themselves, or the authors'
             (0.9, 0.95), or 0.999 with ``log_time``.
         weight_decay_1d: their weight decay. None = the rule's own: weight_decay itself,
@@ -94,6 +94,7 @@ class Rest:
     optimize_1d: bool = False
     base_lr: Number | None = number(None, checks.none_or(checks.positive))
     lr_1d: Number | None = number(None, checks.none_or(checks.at_least_zero))
+    lr_1d_ratio: Number | None = number(None, checks.none_or(checks.at_least_zero))
     betas_1d: tuple[Number, Number] | None = number(None, checks.none_or(checks.betas))
     weight_decay_1d: Number | None = number(None, checks.none_or(checks.at_least_zero))
     nesterov_1d: Weight | None = number(None, checks.none_or(checks.gradient_weight))
@@ -250,8 +251,11 @@ def _numbers(rest: Rest, own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that ``Rest`` gives, by the names of a param group."""
     numbers = {BESIDE[n]: getattr(rest, n) for n in BESIDE}
     numbers = {n: value for n, value in numbers.items() if value is not None}
+    ratio = rest.lr_1d_ratio
     if "lr" in numbers:
-        numbers["lr_ratio"] = _ratio(numbers.pop("lr"), rest.base_lr, own)
+        ratio = ratio_of(numbers.pop("lr"), rest.base_lr, own)
+    if ratio is not None:
+        numbers["lr_ratio"] = own.get("lr_ratio", 1.0) * ratio
     return numbers
 
 
@@ -272,7 +276,12 @@ def _rest_options(values: Mapping[str, Any]) -> tuple[NamedRule, Rest]:
     return row, rest
 
 
-def _ratio(lr_1d: Number, base_lr: Number | None, own: Mapping[str, Any]) -> Number:
+def ratio_of(lr_1d: Number, base_lr: Number | None, own: Mapping[str, Any]) -> Number:
+    """Return ``lr_1d`` as a share of the peak learning rate.
+
+    Raises:
+        ValueError: that is zero.
+    """
     lr = own.get("lr", Choice.lr) if base_lr is None else base_lr
     base = float(lr.detach() if isinstance(lr, Tensor) else lr)  # waits for a device
     if base == 0:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,19 +35,26 @@ from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.checks import Number
 from marsopt.rules.dtypes import without_autocast
 from marsopt.step.owners import LOCAL, Collectives, check_collectives
-from marsopt.step.step import Pure, advance, assess
+from marsopt.step.step import Pure, exchanges_of, step
 
 
-class RoutedState(NamedTuple):
-    """The states of two algorithms, over mappings from name (or position) to tensor;
-    () for an algorithm without a tensor.
+class Route(NamedTuple):
+    """Parameters of a model that share an algorithm and a learning rate.
+
+    Args:
+        algorithm: the algorithm of these parameters.
+        lr_ratio: their learning rate over the step's; None: 1.
+        names: their names; None: the route takes tensors by shape.
     """
 
-    matrix: State | tuple[()]
-    rest: State | tuple[()]
+    algorithm: Algorithm
+    lr_ratio: Number | None = None
+    names: frozenset[str] | None = None
 
 
-AnyState = TypeVar("AnyState", bound=State | RoutedState)  # comes back as such
+# State of one route; or of several, by the name of the route
+RuleState = State | dict[str, State]
+AnyState = TypeVar("AnyState", bound=RuleState)  # comes back as such
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,9 +70,13 @@ class Rule:
         rest_ratio: learning rate of ``rest`` over ``matrix``'s; None: 1.
         max_norm: threshold of the global gradient norm, applied inside the step
             (``clip_grad_norm_`` is then not needed); None = off.
+        lr: the learning rate that ``MARS`` would have: a loop passes it, or a
+            schedule's factor times it, to ``step``.
+        routes: routes of a model's parameters by name, as ``marsopt.rule_for`` makes
+            them; empty: ``matrix`` and ``rest`` take tensors by shape.
 
     Raises:
-        ValueError: ``max_norm`` or ``rest_ratio`` out of its range.
+        ValueError: ``max_norm``, ``rest_ratio`` or ``lr`` out of its range.
 
     Example:
         >>> algorithm = marsopt.Algorithm(
@@ -87,26 +98,27 @@ class Rule:
     rest: Algorithm | None = None
     rest_ratio: Number | None = None
     max_norm: Number | None = None
+    lr: Number = 3e-3
+    routes: Mapping[str, Route] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, check in (
             ("max_norm", checks.positive_or_none),
             ("rest_ratio", checks.none_or(checks.at_least_zero)),
+            ("lr", checks.at_least_zero),
         ):
             value = getattr(self, name)
             check(name, value)
             object.__setattr__(self, name, checks.plain(value))
 
-    def init(
-        self, params: Tree, *, collectives: Collectives = LOCAL
-    ) -> State | RoutedState:
+    def init(self, params: Tree, *, collectives: Collectives = LOCAL) -> RuleState:
         """Return the state before the first step: only the buffers that this rule
-        needs, of zeros.
+        needs, of zeros. A rule with several routes has a dict with a state for each.
 
         Args:
             params: list, tuple, NamedTuple, dict, OrderedDict or defaultdict of real
                 floating point tensors, or a FlatGroup; each buffer of the state has its
-                container, or is a dict if two algorithms share them.
+                container, or is a dict if several routes share them.
             collectives: as in ``step``.
 
         Raises:
@@ -114,12 +126,19 @@ class Rule:
             ValueError: a tensor that this rule cannot move (complex, sparse, narrower
                 than 16 bits, or not a matrix for a matrix rule); ``collectives`` are
                 none.
+            RuntimeError: names, their order, shapes or dtypes differ between the ranks
+                of ``collectives``.
         """
         sides = self._leaves(params, collectives)
-        state: State | RoutedState = self._join(
-            {side: new_state(leaves) for side, leaves in sides.items()}
-        )
-        return state
+        if collectives is not LOCAL:
+            labelled = [
+                (x, f"leaf {name!r}")
+                for leaves in sides.values()
+                for name, x in zip(leaves.names, leaves.tensors, strict=True)
+            ]
+            forms = {label: f"{tuple(x.shape)} {x.dtype}" for x, label in labelled}
+            collectives.agree(forms, labelled)
+        return self._join({side: new_state(leaves) for side, leaves in sides.items()})
 
     @without_autocast
     def step(
@@ -180,21 +199,25 @@ class Rule:
             check_matching(params, reference, "reference")
         bound: list[tuple[str, Bound]] = []
         for side, leaves in sides.items():
-            algorithm, side_lr = leaves.algorithm, lr
-            if side == "rest" and self.rest_ratio is not None:
-                side_lr = lr * self.rest_ratio
+            algorithm, ratio = leaves.algorithm, self._routes[side].lr_ratio
+            side_lr = lr if ratio is None else lr * ratio
             before = count
             if before is None:  # the host has to know it if work differs between steps
                 before = int(states[side].t) if algorithm.has_stages else 0
-            groups = bind(
+            of_side = bind(
                 leaves, grads, reference, states[side], side_lr, gamma, before
             )
-            bound += [(side, group) for group in groups]
-        runner = Pure()
-        step = [b.group for _, b in bound], [b.grads for _, b in bound]
-        shared: Any = dict(collectives=collectives, runner=runner)
-        _, decision = assess(*step, max_norm=self.max_norm, **shared)
-        owned = advance(*step, decision, **shared)
+            bound += [(side, group) for group in of_side]
+        groups, grads_of = [b.group for _, b in bound], [b.grads for _, b in bound]
+        is_local = collectives is LOCAL
+        outcome = step(
+            groups,
+            exchanges_of(groups, is_local, is_batch=True),
+            grads_of,
+            max_norm=self.max_norm,
+            collectives=collectives,
+            runner=Pure(),
+        )
         by_name: dict[Name, Tensor] = {}
         for side, leaves in sides.items():
             places = {
@@ -204,28 +227,38 @@ class Rule:
                 for i, position in enumerate(b.positions)
             }
             in_order = [places[i] for i in range(len(leaves.names))]
-            moved = [runner.moved[place] for place in in_order]
-            at_owners = [owned.get(place, []) for place in in_order]
-            new, states[side] = unbind(leaves, moved, at_owners, states[side], decision)
+            values = [outcome.values[number][i] for number, i in in_order]
+            owned = [outcome.owned[number][i] for number, i in in_order]
+            new, states[side] = unbind(
+                leaves, values, owned, states[side], outcome.decision
+            )
             by_name.update(zip(leaves.names, new, strict=True))
         new_params = rebuild(params, [by_name[name] for name in names(params)])
-        return new_params, self._join(states)
+        return new_params, cast(AnyState, self._join(states))
 
-    # ---- sides -----------------------------------------------------------------------
+    # ---- routes ----------------------------------------------------------------------
+
+    @property
+    def _routes(self) -> Mapping[str, Route]:
+        if self.routes:
+            return self.routes
+        rest = {} if self.rest is None else {"rest": Route(self.rest, self.rest_ratio)}
+        return {"matrix": Route(self.matrix), **rest}
 
     @property
     def _algorithms(self) -> list[Algorithm]:
-        return [a for a in (self.matrix, self.rest) if a is not None]
+        return [route.algorithm for route in self._routes.values()]
 
     @property
     def _called(self) -> str:
         return " and ".join(map(str, self._algorithms))
 
     def _leaves(self, params: Tree, collectives: Collectives) -> dict[str, Leaves]:
-        """Return the leaves of "matrix" and of "rest"; a side without any is left out.
+        """Return the leaves of each route; a route without any is left out.
 
         Raises:
-            ValueError: there are no leaves at all, or ``collectives`` are none.
+            ValueError: there are no leaves at all, a name that no route has, or
+                ``collectives`` are none.
         """
         if collectives is not LOCAL and not torch.compiler.is_compiling():
             check_collectives(collectives)
@@ -236,39 +269,42 @@ class Rule:
                 "parameters"
             )
         check_container(params, "params")
-        if self.rest is None:
+        if len(self._routes) == 1 and not self.routes:
             return {"matrix": all_leaves}
-        sides = ("matrix", self.matrix), ("rest", self.rest)
-        takes = self.matrix.matrices.takes
-        pairs = list(zip(all_leaves.names, all_leaves.shapes, strict=True))
-        by_side: dict[str, Leaves] = {}
-        for side, algorithm in sides:
-            part = [n for n, shape in pairs if takes(shape) == (side == "matrix")]
-            if part:
-                by_side[side] = Leaves(algorithm, params, part, collectives)
-        return by_side
+        of_name = {n: side for side, r in self._routes.items() for n in r.names or ()}
+        parts: dict[str, list[Name]] = {side: [] for side in self._routes}
+        for name, shape in zip(all_leaves.names, all_leaves.shapes, strict=True):
+            by_shape = "matrix" if self.matrix.matrices.takes(shape) else "rest"
+            side = of_name.get(name) if self.routes else by_shape
+            if side is None:
+                raise ValueError(
+                    f"got params[{name!r}], expected a name in named_parameters() of "
+                    "the model that rule_for was given: pass {name: p.detach() for "
+                    "name, p in model.named_parameters()}, or a part of it"
+                )
+            parts[side].append(name)
+        return {
+            side: Leaves(self._routes[side].algorithm, params, part, collectives)
+            for side, part in parts.items()
+            if part
+        }
 
-    def _join(self, states: Mapping[str, State]) -> Any:
-        if self.rest is None:
-            return states["matrix"]
-        return RoutedState(states.get("matrix", ()), states.get("rest", ()))
+    def _join(self, states: Mapping[str, State]) -> RuleState:
+        return dict(states) if len(self._routes) > 1 else next(iter(states.values()))
 
-    def _split(
-        self, state: State | RoutedState, sides: Mapping[str, Leaves]
-    ) -> dict[str, State]:
-        """Return the states of the sides.
+    def _split(self, state: RuleState, sides: Mapping[str, Leaves]) -> dict[str, State]:
+        """Return the states of the routes.
 
         Raises:
             ValueError: it is of another rule, or of other parameters.
         """
-        expected = State if self.rest is None else RoutedState
+        expected = dict if len(self._routes) > 1 else State
         if not isinstance(state, expected):
             raise ValueError(
-                f"got a {type(state).__name__}, expected {expected.__name__}: make the "
-                "state by init of this rule"
+                f"got a {type(state).__name__}, expected a {expected.__name__}: make "
+                "the state by init of this rule"
             )
-        states = {"matrix": state} if isinstance(state, State) else state._asdict()
-        states = {side: s for side, s in states.items() if isinstance(s, State)}
+        states = {**state} if isinstance(state, dict) else dict.fromkeys(sides, state)
         if states.keys() != sides.keys():
             raise ValueError(
                 f"got a state of {sorted(states)}, expected one of {sorted(sides)}, "
@@ -324,4 +360,4 @@ def _check_detached(params: Tree) -> None:
 
 
 # torch.load makes these by default: it runs no code that a file names
-torch.serialization.add_safe_globals([State, RoutedState, FlatGroup, Packing])
+torch.serialization.add_safe_globals([State, FlatGroup, Packing])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,6 @@ from torch import Tensor
 from marsopt.functional.buffers import (
     check_like,
     check_parameter,
-    index_of_leaves,
-    leaf_of,
     owned_starts,
     start_beside,
 )
@@ -29,10 +27,11 @@ from marsopt.functional.trees import (
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
-from marsopt.rules.dtypes import working_dtype
+from marsopt.rules.dtypes import scalar_dtype, working_dtype
+from marsopt.step.decide import Decision, Inputs
+from marsopt.step.leaf import index_of, leaf_of
 from marsopt.step.owners import Collectives, Tensors
-from marsopt.step.step import Group, Leaf
-from marsopt.step.tables import Decision, Inputs
+from marsopt.step.step import Group
 
 
 class State(NamedTuple):
@@ -200,6 +199,14 @@ def held(leaves: Leaves, symbol: str, state: State) -> list[Tensor]:
     ]
 
 
+class Bound(NamedTuple):
+    """A group of a step, its gradients, and which leaves these are, by number."""
+
+    group: Group
+    grads: list[Tensor]  # (P, n)
+    positions: list[int]
+
+
 def bind(
     leaves: Leaves,
     grads: Tree,
@@ -221,56 +228,65 @@ def bind(
         ValueError: gradients or a state that do not belong to the leaves.
     """
     algorithm, tensors = leaves.algorithm, leaves.tensors
-    at_owner = algorithm.owned
     kept = {symbol: held(leaves, symbol, state) for symbol in algorithm.kept}
-    owned = [kept.pop(symbol) for symbol in at_owner]
+    owned = [kept.pop(symbol) for symbol in algorithm.owned]
     buffers = {symbol: leaves.pieces(tree) for symbol, tree in kept.items()}
     if reference is not None and algorithm.h_from is not None:
         buffers["h"] = leaves.matching(reference, "reference")
     g = leaves.matching(grads, "grads")
-    if gamma is None:
-        gamma = 0.0 if algorithm.correction is None else algorithm.correction.gamma
     of_dtypes: dict[torch.dtype, list[int]] = {}
     step_leaves = []
     for i, (x, leaf) in enumerate(zip(leaves.pieces(tensors), tensors, strict=True)):
         of_dtypes.setdefault(working_dtype(x), []).append(i)
-        by_param = zip(*(leaves.rows(buffer[i]) for buffer in owned), strict=True)
-        of_x = {symbol: pieces[i] for symbol, pieces in buffers.items()}
-        step_leaves.append(
-            leaf_of(
-                algorithm,
-                leaves.shapes[i],
-                x,
-                of_x,
-                leaves.rows(leaf),
-                leaves.collectives,
-                is_stack=leaves.is_packed,
-            )._replace(owned=list(by_param))
+        params, piece = leaves.rows(leaf), leaves.rows(x)[0]
+        bare, parts = leaf_of(
+            algorithm, leaves.shapes[i], piece, params, leaves.collectives
         )
+        shape = len(bare.norms), parts.size
+        step_leaves.append(
+            bare._replace(
+                x=x.reshape(shape),
+                buffers={k: pieces[i].reshape(shape) for k, pieces in buffers.items()},
+                owned=list(zip(*(leaves.rows(b[i]) for b in owned), strict=True)),
+            )
+        )
+    numbers = _row(algorithm.defaults(lr, gamma), tensors[0].device)
     bound = []
     for dtype, positions in of_dtypes.items():
         of_group = [step_leaves[i] for i in positions]
-        shapes = [leaves.shapes[i] for i in positions]
-        index = index_of_leaves(algorithm, shapes, of_group)
         num = sum(len(leaf.params) for leaf in of_group)
-        inputs = Inputs(algorithm, lr, gamma, index, state.t.expand(num), dtype)
-        group = Group(algorithm, of_group, inputs, count)
-        bound.append(Bound(group, [g[i] for i in positions], positions))
+        t = state.t.expand(num)
+        index = index_of(of_group)
+        inputs = Inputs(algorithm, numbers, None, index, t, dtype)
+        stages = []
+        if algorithm.has_stages:
+            stage = algorithm.matrix_preconditioner.stage
+            stages = [stage(count, number) for number in range(num)]
+        group = Group(inputs, of_group, stages)
+        pairs = zip(of_group, positions, strict=True)
+        of_x = [leaf.as_parts(g[i]) for leaf, i in pairs]
+        bound.append(Bound(group, of_x, positions))
     return bound
 
 
-class Bound(NamedTuple):
-    """A group of a step, its gradients, and which leaves these are, by number."""
-
-    group: Group
-    grads: list[Tensor]
-    positions: list[int]
+def _row(numbers: Sequence[Number], device: torch.device) -> Tensor:
+    """Return the numbers of a step as a table of one row (1, K)."""
+    options: Any = dict(dtype=scalar_dtype(device), device=device)
+    if not any(isinstance(number, Tensor) for number in numbers):
+        return torch.tensor([numbers], **options)
+    cells = [
+        n.to(**options).reshape(())
+        if isinstance(n, Tensor)
+        else torch.tensor(n, **options)
+        for n in numbers
+    ]
+    return torch.stack(cells)[None]
 
 
 def unbind(
     leaves: Leaves,
-    moved: Sequence[Leaf],
-    owned: Sequence[Sequence[Tensors | None]],
+    values: Sequence[Mapping[str, Tensor]],
+    owned: Sequence[Sequence[Tensors]],
     state: State,
     decision: Decision,
 ) -> tuple[list[Tensor], State]:
@@ -278,23 +294,28 @@ def unbind(
 
     Args:
         leaves: as given to ``bind``.
-        moved: of each leaf, the step's.
-        owned: of each leaf, the buffers that its owners keep (``advance``).
+        values: of each leaf, its x and buffers (P, n) after the step.
+        owned: of each leaf and param, the buffers that its owners keep.
         state: before the step.
         decision: the step's.
     """
     algorithm = leaves.algorithm
     at_owner = algorithm.owned
+
+    def whole(name: str) -> list[Tensor]:
+        pieces = leaves.pieces(leaves.tensors)
+        new = [v[name].view(p.shape) for v, p in zip(values, pieces, strict=True)]
+        return leaves.whole(new)
+
     buffers = {}
     for symbol in algorithm.kept:
         if symbol in at_owner:
             n = at_owner.index(symbol)
             # new tensors for all: nothing is written in place
-            by_leaf = [[o[n] for o in of_leaf if o is not None] for of_leaf in owned]
-            tensors = [leaves.joined(rows) for rows in by_leaf]
+            tensors = [leaves.joined([o[n] for o in of_leaf]) for of_leaf in owned]
         else:
-            tensors = leaves.whole([leaf.buffers[symbol] for leaf in moved])
+            tensors = whole(symbol)
         buffers[symbol] = rebuild(leaves.tree, tensors)
     went = decision.finite.to(state.t.dtype)
     new = State(state.t + went, state.skipped + 1 - went, buffers)
-    return leaves.whole([leaf.x for leaf in moved]), new
+    return whole("x"), new

@@ -1,1 +1,1 @@
-"""Other libraries: torchtitan, and tests of components that users write."""
+"""Other libraries: torch.optim and torchtitan."""

@@ -1,9 +1,8 @@
-"""MARS in torchtitan, beside its AdamW.
+"""MARS in torchtitan 0.3.0, beside its AdamW.
 
     from marsopt.interop.torchtitan import default_mars
 
-    config.optimizer = default_mars(lr=3e-3)        # 0.3.0
-    config.optim.optimizer = default_mars(lr=3e-3)  # main
+    config.optimizer = default_mars(lr=3e-3)
 
 No other file of the library imports torchtitan.
 """
@@ -12,30 +11,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 from marsopt import MARS
 from marsopt.functional.routing import all_hyperparameters, of_adamw
-from marsopt.models.names import NAMES, by_name
-from marsopt.parallel.collectives import over_meshes
+from marsopt.models.names import NAMES
+from marsopt.parallel.mesh import over_meshes
 from marsopt.rules import checks
 from marsopt.rules.hyperparameters import check_names
 from marsopt.rules.registry import named
-
-try:  # main, read at 1697d399: an optimizer has its pattern and its configuration
-    from torchtitan.components.optim import BaseOptimizer, OptimizersContainer
-except ImportError:  # 0.3.0: param groups name an optimizer
-    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
-
-    BaseOptimizer = None
 
 __all__ = ["MarsOptimizersContainer", "build_mars", "default_mars"]
 
@@ -55,32 +48,13 @@ def build_mars(groups: Iterable[dict[str, Any]], **options: Any) -> MARS:
         options: arguments of ``MARS``; dtypes by name, too.
 
     Raises:
-        TypeError: a group is no dict with "params".
         ValueError: two groups, or a group and ``options``, disagree about an option of
             the whole optimizer; a dtype that torch does not have.
     """
-    return MARS(**_arguments(groups, options))
-
-
-def _arguments(
-    groups: Iterable[dict[str, Any]], options: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the arguments of MARS for ``build_mars``."""
     param_groups, options = [], _from_text(options)
     for group in groups:
-        if not isinstance(group, dict) or "params" not in group:
-            is_dict = isinstance(group, dict)
-            got = sorted(map(str, group)) if is_dict else type(group).__name__
-            raise TypeError(
-                f"got a param group of {got}, expected a dict with 'params': put the "
-                "group's tensors there"
-            )
         kept = {k: v for k, v in group.items() if k not in ("fused", "foreach")}
-        params = kept["params"]
-        if isinstance(params, Tensor):
-            kept["params"] = [params]
-        elif not isinstance(params, set):  # which torch.optim refuses
-            kept["params"] = list(params)  # MARS would find a generator used up
+        kept["params"] = list(kept["params"])  # MARS would find a generator used up
         param_groups.append(_from_text(kept))
     for name in _whole():
         values = [options[name]] if name in options else []
@@ -94,7 +68,7 @@ def _arguments(
         options |= {name: values[0]} if values else {}
     entries = (p for group in param_groups for p in group["params"])
     params = (p[1] if isinstance(p, tuple) else p for p in entries)
-    return dict(params=param_groups, collectives=over_meshes(params), **options)
+    return MARS(param_groups, collectives=over_meshes(params), **options)
 
 
 def _whole() -> list[str]:
@@ -119,15 +93,13 @@ def _from_text(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class MarsOptimizersContainer(OptimizersContainer):
-    """torchtitan's container, which also knows MARS: in 0.3.0 as a name,
+    """torchtitan's container, which also knows MARS by name:
 
-        ParamGroupConfig(
-            pattern=r"layers\\..*weight$",
-            optimizer_name="MARS",
-            optimizer_kwargs=dict(mars_type="moonlight", lr=6e-3),
-        )
-
-    on main as ``MarsOptimizer.Config(pattern=...)``.
+    ParamGroupConfig(
+        pattern=r"layers\\..*weight$",
+        optimizer_name="MARS",
+        optimizer_kwargs=dict(mars_type="moonlight", lr=6e-3),
+    )
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -141,8 +113,7 @@ class MarsOptimizersContainer(OptimizersContainer):
         model_parts: list[nn.Module],
         **kwargs: Any,
     ) -> None:
-        if BaseOptimizer is None:
-            _check_patterns(config.param_groups, model_parts)
+        _check_patterns(config.param_groups, model_parts)
         super().__init__(config, model_parts=model_parts, **kwargs)
 
     @staticmethod
@@ -164,39 +135,6 @@ class MarsOptimizersContainer(OptimizersContainer):
         return OptimizersContainer._build_param_groups(model, present, impl_kwargs)
 
 
-if BaseOptimizer is not None:
-
-    class MarsOptimizer(MARS, BaseOptimizer):
-        """MARS as an optimizer of torchtitan's main. ``default_mars`` divides the
-        parameters that its pattern matches: one MARS for all of them.
-        """
-
-        @dataclass(kw_only=True, slots=True)
-        class Config(BaseOptimizer.Config):
-            lr: float = 3e-3
-            mars_type: str = "moonlight"
-            options: dict[str, Any] = field(default_factory=dict)
-            """Other arguments of MARS, as ``default_mars`` takes them."""
-
-        def __init__(self, config: Config, *, params: list[dict[str, Any]]) -> None:
-            beside, layers, whole = _numbers(
-                config.lr, config.mars_type, config.options
-            )
-            groups = []
-            for group in params:
-                pairs = list(zip(group["param_names"], group["params"], strict=True))
-                for numbers, is_beside in ((beside, True), (layers, False)):
-                    named_params = [
-                        (name, p)
-                        for name, p in pairs
-                        if (by_name(name) is not None) == is_beside
-                    ]
-                    groups += (
-                        [{**numbers, "params": named_params}] if named_params else []
-                    )
-            MARS.__init__(self, **_arguments(groups, whole))
-
-
 def default_mars(
     lr: float = 3e-3, mars_type: str = "moonlight", **options: Any
 ) -> MarsOptimizersContainer.Config:
@@ -214,37 +152,9 @@ def default_mars(
     Raises:
         TypeError: an option that ``MARS`` does not have.
     """
-    if BaseOptimizer is not None:
-        _numbers(lr, mars_type, options)  # checks
-        config = MarsOptimizer.Config(
-            pattern=REST, lr=lr, mars_type=mars_type, options=options
-        )
-        return MarsOptimizersContainer.Config(optimizers=[config])
-    beside, layers, whole = _numbers(lr, mars_type, options)
-    return MarsOptimizersContainer.Config(
-        param_groups=[
-            ParamGroupConfig(
-                pattern=BESIDE, optimizer_name=NAME, optimizer_kwargs=beside
-            ),
-            ParamGroupConfig(
-                pattern=REST, optimizer_name=NAME, optimizer_kwargs=layers
-            ),
-        ],
-        optimizer_factory_kwargs_by_name={NAME: whole},
+    check_names(
+        options, {**all_hyperparameters(), **signature(MARS).parameters}, "marsopt.MARS"
     )
-
-
-def _numbers(
-    lr: float, mars_type: str, options: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the hyperparameters of AdamW beside the rule, of the layers, and of the
-    whole optimizer.
-
-    Raises:
-        TypeError: an option that ``MARS`` does not have.
-    """
-    known = {**all_hyperparameters(), **signature(MARS).parameters}
-    check_names(options, known, "marsopt.MARS")
     defaults: dict[str, Any] = dict(lr_1d=lr, weight_decay_1d=0.0)
     if options.get("log_time") is None:  # which has betas of its own
         defaults["betas_1d"] = (0.9, 0.95)
@@ -256,7 +166,16 @@ def _numbers(
     given = {k: v for k, v in layers.items() if v is not None}
     log_time = row.log_time_defaults(given.get("log_time"))
     beside = of_adamw({**row.hyperparameters, **log_time, **given})
-    return beside, layers, {k: v for k, v in options.items() if k in whole} | {"lr": lr}
+    of_whole = {k: v for k, v in options.items() if k in whole} | {"lr": lr}
+    return MarsOptimizersContainer.Config(
+        param_groups=[
+            ParamGroupConfig(
+                pattern=pattern, optimizer_name=NAME, optimizer_kwargs=kwargs
+            )
+            for pattern, kwargs in ((BESIDE, beside), (REST, layers))
+        ],
+        optimizer_factory_kwargs_by_name={NAME: of_whole},
+    )
 
 
 def _num_matched(

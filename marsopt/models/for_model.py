@@ -5,16 +5,28 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect
+from collections.abc import Mapping
 from importlib import import_module
 from inspect import signature
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from marsopt.functional.options import ModelOptions
+from marsopt.functional.options import ModelOptions, RoleOptions
+from marsopt.functional.routing import (
+    algorithm_of,
+    all_hyperparameters,
+    check_taken,
+    of_matrices,
+    of_rest,
+)
+from marsopt.functional.rule import Route, Rule
 from marsopt.models.param_groups import param_groups
+from marsopt.optim.groups import constructor_values, fill_defaults
 from marsopt.optim.mars import MARS
+from marsopt.rules.hyperparameters import arguments, check_names
+from marsopt.rules.matrices import Matrices
 from marsopt.rules.registry import RuleName, named
 from marsopt.step.owners import LOCAL, Collectives
 
@@ -51,7 +63,7 @@ def for_model(
         groups = marsopt.param_groups(model, "moonlight", lr=6e-3)
         optimizer = MARS(groups, max_norm=1.0)
 
-    One line of ``logging`` (INFO) and ``print(optimizer)`` show the choice.
+    ``logging`` (INFO) and ``print(optimizer)`` show the choice.
 
     Call it last, with the module that the loop calls: after ``fully_shard``,
     ``DistributedDataParallel``, ``torch.compile`` or PEFT have wrapped the model, and
@@ -83,33 +95,108 @@ def for_model(
         >>> [group["mars_type"] for group in optimizer.param_groups]
         ['moonlight', 'adamw', 'adamw']
     """
+    # first, and also if they are given: FSDP shards again
+    found = _collectives_of(model) if isinstance(model, nn.Module) else LOCAL
+    plan = _plan(model, mars_type, lr, options)
+    whole = {"collectives": found} | plan.whole
+    optimizer = MARS(plan.groups, lr=plan.lr, mars_type=mars_type, **whole)
+    numbers = optimizer._ids()
+    optimizer._order = [numbers[p] for p in model.parameters() if p in numbers]
+    return optimizer
+
+
+def rule_for(
+    model: nn.Module,
+    mars_type: RuleName = "moonlight",
+    *,
+    lr: float | Tensor | None = None,
+    **options: Unpack[RoleOptions],
+) -> Rule:
+    """Return the optimizer of ``for_model`` as a ``Rule`` over named parameters: the
+    same routing, learning rates and clip.
+
+        rule = marsopt.rule_for(model)
+        params = {name: p.detach() for name, p in model.named_parameters()}
+        state = rule.init(params)
+        params, state = rule.step(params, grads, state, lr=rule.lr)
+
+    ``rule.routes`` lists the parameters of each algorithm. Parameters without a
+    gradient are left out of ``params`` and ``grads``. A sharded model needs
+    ``collectives`` in ``init`` and ``step``.
+
+    Args:
+        model: as in ``for_model``. Only its names, modules and shapes are read.
+        mars_type: as in ``for_model``.
+        lr: as in ``for_model``; ``rule.lr`` holds it, for ``step``.
+        options: as in ``for_model``, without ``collectives``, ``compile`` and
+            ``nonfinite``.
+
+    Raises:
+        TypeError, ValueError: as ``for_model``.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        >>> rule = marsopt.rule_for(model, lr=6e-3)
+        >>> [route.algorithm.matrix_only for route in rule.routes.values()]
+        [True, False]
+    """
+    plan = _plan(model, mars_type, lr, options)
+    known = all_hyperparameters().keys() - {"lr_ratio"}
+    check_names(plan.whole, known, "marsopt.rule_for")
+    given: dict[str, Any] = dict(is_approx=True, correction=None, lr=plan.lr)
+    values = constructor_values(given | {"mars_type": mars_type} | plan.whole)
+    whole: dict[str, Any] = {**values.whole, "inherited": values.inherited}
+    check_taken([group["mars_type"] for group in plan.groups], whole["correction"])
+    routes: dict[str, Route] = {}
+    for group in plan.groups:
+        members = dict(group.pop("params"))
+        fill_defaults(group, whole, values.defaults)
+        hidden, rest = of_matrices(group), of_rest(group)
+        takes = Matrices(**arguments(Matrices, hidden)).takes
+        matrices = [n for n, p in members.items() if rest is None or takes(p.shape)]
+        others = [name for name in members if name not in {*matrices}]
+        for names, numbers in ((matrices, hidden), (others, rest)):
+            if names and numbers is not None:
+                key = names[0] + (f" (+{len(names) - 1})" if len(names) > 1 else "")
+                numbers = values.whole | values.defaults | numbers
+                ratio = numbers["lr_ratio"]
+                routes[key] = Route(algorithm_of(numbers), ratio, frozenset(names))
+    first = next(iter(routes.values())).algorithm
+    max_norm = plan.whole["max_norm"]
+    return Rule(matrix=first, max_norm=max_norm, lr=plan.lr, routes=routes)
+
+
+class _Plan(NamedTuple):
+    """The choices that an optimizer and a rule for a model share."""
+
+    groups: list[dict[str, Any]]
+    lr: float | Tensor
+    whole: dict[str, Any]  # options of the whole optimizer
+
+
+def _plan(
+    model: nn.Module,
+    mars_type: RuleName,
+    lr: float | Tensor | None,
+    options: Mapping[str, Any],
+) -> _Plan:
     of_groups = signature(param_groups).parameters
     for_groups: dict[str, Any] = {k: v for k, v in options.items() if k in of_groups}
-    whole: dict[str, Any] = {"max_norm": 1.0}
     # groups that are added later take these, too
     of_groups_alone = of_groups.keys() - {"weight_decay", "log_time"}
-    whole |= {k: v for k, v in options.items() if k not in of_groups_alone}
+    whole = {k: v for k, v in options.items() if k not in of_groups_alone}
     rate: Any = lr
-    source = ""
-    if lr is None and isinstance(model, nn.Module):  # param_groups refuses another
-        rate, source = _by_size(model, named(mars_type).name)
-    if isinstance(model, nn.Module):  # also if they are given: FSDP shards again
-        whole = {"collectives": _collectives_of(model)} | whole
-    groups = param_groups(model, mars_type, lr=rate, **for_groups)
     rule = named(mars_type).name
+    if lr is None and isinstance(model, nn.Module):  # param_groups refuses another
+        rate = _by_size(model, rule)
+    groups = param_groups(model, mars_type, lr=rate, **for_groups)
     if named(rule).matrix_only and all(g["mars_type"] != rule for g in groups):
         raise ValueError(
             f"got a model without a hidden matrix for {rule!r}, expected one at least: "
             'pass mars_type="adamw", or groups of your own to MARS, if AdamW is to '
             "move all of it"
         )
-    optimizer = MARS(groups, lr=rate, mars_type=mars_type, **whole)
-    numbers = optimizer._ids()
-    optimizer._order = [numbers[p] for p in model.parameters()]
-    shown = str(optimizer).partition("\nParameter Group")[0].splitlines()[1:]
-    line = "; ".join(text.strip() for text in shown)
-    log.info("marsopt.for_model: %s%s", line, source)
-    return optimizer
+    return _Plan(groups, rate, {"max_norm": 1.0} | whole)
 
 
 def learning_rate(num_params: int) -> float:
@@ -122,8 +209,8 @@ def learning_rate(num_params: int) -> float:
     return float(f"{lr * (lower / lr) ** part:.{NUM_DIGITS}g}")
 
 
-def _by_size(model: nn.Module, rule: str) -> tuple[float, str]:
-    """Return the learning rate of a model's size, and its source.
+def _by_size(model: nn.Module, rule: str) -> float:
+    """Return the learning rate of a model's size.
 
     Raises:
         ValueError: there is none for this rule, or for a model that is fine-tuned.
@@ -141,7 +228,9 @@ def _by_size(model: nn.Module, rule: str) -> tuple[float, str]:
             "are trained, expected one: learning rates by size hold for models trained "
             "from scratch; pass lr"
         )
-    return learning_rate(num_trained), f"; lr by size ({num_trained} parameters)"
+    rate = learning_rate(num_trained)
+    log.info("marsopt: lr %g by size (%d parameters)", rate, num_trained)
+    return rate
 
 
 def _collectives_of(model: nn.Module) -> Collectives:

@@ -29,8 +29,8 @@ HEADS = {
     r"unembed": "TransformerLens",
     r"shared_head\.head": "DeepSeek-V3",
 }
-# Modules with these names are heads outside of numbered blocks, if their place in the
-# model agrees (``roles``): attention.output is hidden.
+# Modules with these names are heads outside of numbered blocks: attention.output is
+# hidden.
 LIKE_HEADS = {
     r"output": "torchtitan",
     r"fc": "torchvision's ResNet",
@@ -38,11 +38,13 @@ LIKE_HEADS = {
     r"qa_outputs(\.out_proj)?": "transformers, for questions; LayoutLMv3",
     # head, mlp_head.1, classification_head.out_proj, ctc_head, classifier.6,
     # classifier.out_proj, classifier_distill.linear; pre_classifier is hidden
-    r"(?![^.]*(att|multi|pre_))([^.]*_)?(head|classifier(_[^.]*)?)"
+    r"(?![^.]*(att|multi|pre_))([^.]*_)?(head(_dist)?|classifier(_[^.]*)?)"
     r"(\.(out_proj|linear|linear_out|decoder|fc|\d+))?": (
         "timm; torchvision; transformers' RoBERTa, BART, Wav2Vec2, Levit, Funnel"
     ),
     r"class_labels_classifier\.layers\.\d+": "transformers' YOLOS",
+    r"cls\.seq_relationship": "transformers' BERT",
+    r"last_linear": "timm's NASNet",
     r"class_predictor": "transformers' Mask2Former, EoMT",
     r"(classifier|mlp_head)\.dense": "transformers' AST",
     r"([^.]*_)?heads(\.(head|\d+))?": "torchvision's ViT; MusicGen",
@@ -52,20 +54,20 @@ LIKE_HEADS = {
     r"generator(\.proj)?": "The Annotated Transformer, OpenNMT",
     r"final_layer(\.linear)?": "Perceiver; DiT",
 }
-_IS_HEAD = rf"(^|\.)({'|'.join(HEADS)})\.weight$"
+_HEAD = rf"(^|\.)({'|'.join(HEADS)})\.weight$"
 _LIKE_HEAD = rf"^((?!\d+\.)[^.]+\.)*({'|'.join(LIKE_HEADS)})\.weight$"
 
 # Roles that a name tells, whatever the module is, in this order: as torchtitan,
 # transformers, timm and nanoGPT name them. They are searched in plain names, and hold
 # with wrappers too, so that torchtitan's groups can use them.
 NAMES: dict[Role, str] = {
-    # biases of experts have two dims, one table has one a head; A of a state space
-    # model is a vector for each channel
-    "vector": r"bias(_[A-Z]+|_table)?$|(^|\.)A_log$",
+    # biases of experts and of attention, a bias for each head; scales of quantizers; A
+    # of a state space model is a vector for each channel
+    "vector": r"bias(_[^.]*)?$|(^|[._])scales?(_[^.]*)?$|(^|\.)A_log$",
     # torchtitan's fused w13: its rows of gate and up lie between each other, so that no
     # two of its dims are a matrix
     "other": r"(^|\.)w13(\.|_|$)",
-    "head": f"{_IS_HEAD}|{_LIKE_HEAD}",
+    "head": f"{_HEAD}|{_LIKE_HEAD}",
     # tables, and projections of patches: patch_embed.proj; then, as parameters of the
     # model's own, positions, class tokens, latents
     "embedding": (
@@ -89,14 +91,11 @@ FUSED = {
 
 # Roles in the group of the embeddings.
 TABLES: tuple[Role, ...] = ("embedding", "head", "router")
+# Roles that a matrix rule may take.
+HIDDEN: tuple[Role, ...] = ("matrix", "experts", "convolution", "adapter")
 
 
 def by_name(name: str) -> Role | None:
     """Return the role that a parameter's name tells, if it does."""
     plain = plain_name(name)
     return next((r for r, pattern in NAMES.items() if re.search(pattern, plain)), None)
-
-
-def is_head_anywhere(plain: str) -> bool:
-    """Return whether a plain name is one of ``HEADS``."""
-    return re.search(_IS_HEAD, plain) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -12,10 +13,13 @@ from marsopt.functional.options import Parts
 from marsopt.functional.routing import of_rest
 from marsopt.models.names import TABLES
 from marsopt.models.roles import roles, splits_of
+from marsopt.models.walk import ignored_by_ddp
 from marsopt.rules import checks
 from marsopt.rules.checks import Number, Weight
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.registry import RuleName, named
+
+log = logging.getLogger(__name__)
 
 
 def param_groups(
@@ -40,12 +44,14 @@ def param_groups(
         groups = marsopt.param_groups(model, "moonlight", lr=6e-3)
         optimizer = MARS(groups, max_norm=1.0)
 
-    Everything else is told by modules and by names: embeddings (tied output heads among
-    them), routers of experts, output heads; and vectors: norms, biases, whatever else
-    is no matrix. Heads are layers that the model declares (transformers'
-    ``get_output_embeddings()``, timm's ``get_classifier()``) and layers with the name
-    of a head (the table in marsopt/models/names.py). ``print`` of the
-    optimizer names the matrices that AdamW has. The rules and their numbers:
+    A hidden matrix is the weight of a layer. Modules and names tell everything else:
+    embeddings (tied output heads among them), routers of experts, output heads; and
+    vectors: norms, biases and scales, also of two dims, and a model's own parameters of
+    two dims that are no "weight". Heads are layers that the model declares
+    (transformers' ``get_output_embeddings()``), layers with the name of a head (the
+    table in marsopt/models/names.py), and the last Linear over the rows of an
+    embedding. ``print`` of the optimizer names the matrices that AdamW has. The rules
+    and their numbers:
 
     - "moonlight", "mars-m", "normuon", "mars-normuon": AdamW, at ``lr`` and
       ``weight_decay``, betas (0.9, 0.95), eps before debiasing (MARS_M/train_mars_m.py,
@@ -66,7 +72,9 @@ def param_groups(
     Args:
         model: on any device, sharded, compiled, checkpointed, adapted (PEFT) or not.
             Parameters that do not require a gradient have their places too, for when
-            they do: until then they cost nothing.
+            they do: until then they cost nothing. Parameters that
+            DistributedDataParallel ignores are left out, since their gradients differ
+            between ranks.
         mars_type: a name in ``marsopt.REGISTRY``.
         lr: learning rate of all parameters that take the rule itself.
         weight_decay: of hidden matrices; None = the rule's default.
@@ -154,11 +162,14 @@ def param_groups(
     if convolutions or everything:
         parts["convolution"] = hidden | {"matrices": "flattened"}
     parts |= {"tables": tables, "vectors": vectors}
-    groups: dict[tuple[str, Any], dict[str, Any]] = {
-        (part, None): {"params": [], **own} for part, own in parts.items()
-    }
+    members: dict[tuple[str, Any], list[tuple[str, Tensor]]]
+    members = {(part, None): [] for part in parts}
     trained, fused = False, splits_of(model, splits)
+    if ignored := ignored_by_ddp(model):
+        log.info("marsopt: left out %d tensors that DDP ignores", len(ignored))
     for name, p, role in roles(model):
+        if id(p) in ignored:
+            continue
         if p.requires_grad:
             check_unflattened(p, f"parameter {name!r}")
             trained = True
@@ -168,16 +179,15 @@ def param_groups(
             role = "matrix"
         other = "tables" if role in TABLES else "vectors"
         part = role if role in parts else other
-        new = {"params": [], **parts[part], "splits": own}
-        groups.setdefault((part, own), new)["params"].append((name, p))
+        members.setdefault((part, own), []).append((name, p))
     if not trained:
         raise ValueError(
             "got a model without a parameter that requires a gradient, expected one at "
             "least: set requires_grad_() before the groups are made"
         )
     return [
-        group
+        {"params": params, **parts[part]} | ({} if own is None else {"splits": own})
         for part in parts
-        for (kind, _), group in groups.items()
-        if kind == part and group["params"]
+        for (kind, own), params in members.items()
+        if kind == part and params
     ]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from marsopt.functional.trees import plain_name
-from marsopt.models.names import ADAPTERS, FUSED, Role, by_name, is_head_anywhere
+from marsopt.models.names import ADAPTERS, FUSED, Role, by_name
 from marsopt.models.walk import Place, places, stores_inputs_first
 from marsopt.rules import checks
 
@@ -28,102 +28,64 @@ def roles(model: nn.Module) -> Iterator[tuple[str, Tensor, Role]]:
     by_id, every = dict[int, list[Place]](), list(places(model))
     for place in every:
         by_id.setdefault(id(place.tensor), []).append(place)
-    known = _Known(model, every)
+    names, heads = {place.plain for place in every}, {*_heads(model, every)}
     for uses in by_id.values():
-        yield uses[0].name, uses[0].tensor, _role(uses, known)
+        yield uses[0].name, uses[0].tensor, _role(uses, names, heads)
 
 
-class _Known:
-    """Facts about a model before its parameters have roles."""
+@runtime_checkable
+class _HasOutputEmbeddings(Protocol):
+    """As models of transformers."""
 
-    def __init__(self, model: nn.Module, every: Sequence[Place]) -> None:
-        tables = [p for p in every if p.is_embedding]
-        weights = [p for p in every if _is_weight(p)]
-        rows = ((p.tensor.shape[0], p.tensor.shape[-1]) for p in tables)
-        self.names = {p.plain for p in every}
-        self.declared_heads = {id(p) for h in _declared(model) for p in h.parameters()}
-        # positions and tables of types have fewer rows than columns
-        self.vocabularies = {num for num, width in rows if num > width}
-        linears = [p for p in weights if isinstance(p.module, nn.Linear)]
-        self.last = linears[-1].plain if linears else ""
-        self.last_outputs = _outputs(linears[-1]) if linears else 0
-        # widths that matrices take; a gated unit takes two halves; depthwise kernels
-        # take 1
-        taken = {n for p in weights for n in _inputs(p) if n > 1}
-        self.inputs = taken | {2 * n for n in taken}
-        sure = self.declared_heads | {id(p.tensor) for p in tables}  # tied
-        self.has_head = any(
-            id(p.tensor) in sure or self.is_surely_head(p) for p in weights
-        )
-
-    def is_surely_head(self, place: Place) -> bool:
-        """Return whether a weight's name, or name and rows, say that it is a head."""
-        in_vocabulary = _outputs(place) in self.vocabularies
-        is_named = by_name(place.plain) == "head"
-        return is_head_anywhere(place.plain) or (is_named and in_vocabulary)
-
-    def is_head(self, place: Place) -> bool:
-        """Return whether a weight with the name of a head is a head: no matrix takes
-        its outputs; or it is the last Linear of a model without another head.
-        """
-        if self.is_surely_head(place) or _outputs(place) not in self.inputs:
-            return True
-        return place.plain == self.last and not self.has_head
+    def get_output_embeddings(self) -> Any: ...
 
 
-def _is_weight(place: Place) -> bool:
-    """Return whether a parameter is a matrix, or several, that takes inputs."""
-    is_matrix = place.tensor.ndim > 1 and place.tensor.numel() > max(place.tensor.shape)
-    is_own = not (place.is_embedding or ADAPTERS.search(place.plain))
-    return is_matrix and is_own and place.plain.endswith("weight")
-
-
-def _outputs(place: Place) -> int:
-    return place.tensor.shape[-1 if stores_inputs_first(place) else 0]
-
-
-def _inputs(place: Place) -> tuple[int, ...]:
-    """Return which dims of a weight may be of inputs: of three, experts' or a kernel's,
-    the last two.
+def _heads(model: nn.Module, every: Sequence[Place]) -> Iterator[int]:
+    """Yield the ids of weights that are heads whatever their names: of layers that a
+    model, or a part of it, declares; and of the last Linear, if it has a row for each
+    row of an embedding.
     """
-    shape = place.tensor.shape
-    return shape[:1] if stores_inputs_first(place) else shape[1 : min(len(shape), 3)]
+    for module in model.modules():
+        if isinstance(module, _HasOutputEmbeddings):
+            with suppress(NotImplementedError, AttributeError):  # it declares none
+                head = module.get_output_embeddings()
+                yield from map(id, head.parameters())
+    linears = [place for place in every if isinstance(place.module, nn.Linear)]
+    weights = [p.tensor for p in linears if p.plain.endswith("weight")]
+    adapters = {id(p.tensor) for p in every if ADAPTERS.search(p.plain)}
+    rows = {place.tensor.shape[0] for place in every if place.is_embedding}
+    for last in [p for p in weights if id(p) not in adapters][-1:]:
+        if last.shape[0] in rows and last.shape[0] > last.shape[-1]:
+            yield id(last)
 
 
-def _role(uses: Sequence[Place], known: _Known) -> Role:
+def _role(uses: Sequence[Place], all_names: set[str], heads: set[int]) -> Role:
     p, names = uses[0].tensor, [place.plain for place in uses]
-    if any(place.is_embedding for place in uses):
-        return "embedding"
+    told = [by_name(name) for name in names]
+    if "router" in told and not any(_routes(name, all_names) for name in names):
+        told = [None if role == "router" else role for role in told]
     in_list = any(isinstance(place.module, nn.ParameterList) for place in uses)
-    if in_list and any(by_name(name) == "embedding" for name in names):  # rows of it
+    is_rows = in_list and "embedding" in told  # rows of an embedding
+    if is_rows or any(place.is_embedding for place in uses):
         return "embedding"
     if p.ndim < 2:
         return "vector"
     is_adapter = p.ndim == 2 and all(ADAPTERS.search(name) for name in names)
-    if id(p) in known.declared_heads and not is_adapter:
+    if id(p) in heads and not is_adapter:
         return "head"
-    for place in uses:
-        if role := _by_name_in(place, names, known):
+    for role in told:
+        if role:
             return role
     if p.numel() == max(p.shape):  # (num, 1) and (1, num)
         return "vector"
-    if known.last in names and known.last_outputs in known.vocabularies:
-        return "head"
     if any(isinstance(place.module, _ConvNd) for place in uses):
         return "convolution"
     if is_adapter:
         return "adapter"
-    if p.ndim == 2:
-        return "matrix"
+    if p.ndim == 2:  # parameters of a model's own may be anything
+        is_weight = any("weight" in name.rpartition(".")[2] for name in names)
+        return "matrix" if is_weight else "other"
     return "experts" if any(map(_is_of_experts, uses)) else "other"
-
-
-def _by_name_in(place: Place, names: Sequence[str], known: _Known) -> Role | None:
-    """Return the role that a name tells beside the rest of the model."""
-    role = by_name(place.plain)
-    if role == "router" and not any(_routes(n, known.names) for n in names):
-        return None
-    return None if role == "head" and not known.is_head(place) else role
 
 
 def _routes(name: str, plain_names: set[str]) -> bool:
@@ -141,38 +103,6 @@ def _is_of_experts(place: Place) -> bool:
     """
     num = vars(place.module).get("num_experts")
     return num == place.tensor.shape[0] or "expert" in place.plain
-
-
-# ---- heads that a model declares -----------------------------------------------------
-
-
-@runtime_checkable
-class _HasOutputEmbeddings(Protocol):
-    """As models of transformers."""
-
-    def get_output_embeddings(self) -> Any: ...
-
-
-@runtime_checkable
-class _HasClassifier(Protocol):
-    """As models of timm."""
-
-    def get_classifier(self) -> Any: ...
-
-
-def _declared(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the heads that a model, or a part of it, declares."""
-    for module in model.modules():
-        heads: list[Any] = []
-        with suppress(NotImplementedError, AttributeError):  # this model declares none
-            if isinstance(module, _HasOutputEmbeddings):
-                heads.append(module.get_output_embeddings())
-            if isinstance(module, _HasClassifier):
-                classifier = module.get_classifier()
-                # timm's distilled models have two
-                several = isinstance(classifier, tuple | list)
-                heads += classifier if several else [classifier]
-        yield from (head for head in heads if isinstance(head, nn.Module))
 
 
 # ---- parts of fused weights ----------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
 
 from marsopt.functional.trees import plain_name
@@ -53,6 +54,17 @@ def places(model: nn.Module) -> Iterator[Place]:
             elif stem in vars(module):  # as torch.nn.utils.weight_norm leaves it
                 plain = plain.removesuffix(own) + stem
             yield Place(name, plain, p, owner)
+
+
+def ignored_by_ddp(model: nn.Module) -> set[int]:
+    """Return the ids of parameters that DistributedDataParallel was told to ignore."""
+    return {
+        id(p)
+        for ddp in model.modules()
+        if isinstance(ddp, DistributedDataParallel)
+        for name, p in ddp.module.named_parameters()
+        if name in vars(ddp.module).get("_ddp_params_and_buffers_to_ignore", ())
+    }
 
 
 def stores_inputs_first(place: Place) -> bool:

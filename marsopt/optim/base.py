@@ -14,35 +14,33 @@ from torch.optim import Optimizer
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.optim.binding import Binding, Member
 from marsopt.optim.exact import NextGradients
-from marsopt.optim.foreign import own_state
 from marsopt.optim.groups import (
     check_group,
-    check_keys,
     check_no_module,
     check_once,
     check_parameters,
+    complete_group,
     configuration,
     device_of,
-    fill_defaults,
     labels,
-    split_group,
     validate_group,
 )
 from marsopt.optim.loading import as_tensor
-from marsopt.optim.numbers import GroupValues
+from marsopt.optim.numbers import put
 from marsopt.optim.state_dict import check_ids, to_restore, under_loaded
 from marsopt.optim.statistics import LastStep
 from marsopt.optim.summary import summary
+from marsopt.optim.torch_state import state_of_mars
 from marsopt.rules import checks
+from marsopt.rules.dtypes import scalar_dtype
 from marsopt.rules.registry import correction_named
 from marsopt.step.compiling import declined, once, resolve_compile
-from marsopt.step.graph_runner import Graphs
+from marsopt.step.graphs import Graphs
 from marsopt.step.kernel_runner import Kernels
-from marsopt.step.owners import LOCAL, OwnerBuffer
-from marsopt.step.tables import scalar_dtype
+from marsopt.step.owners import OwnerBuffer
 
 log = logging.getLogger(__name__)
-NEW_BINDING = "marsopt: a new binding: %s"
+NEW_BINDING = "marsopt: a new binding, since groups, parameters or state changed"
 
 
 class Description(NamedTuple):
@@ -54,7 +52,8 @@ class Description(NamedTuple):
     # skipped and, if there is one, the threshold of the global norm
     scalars: list[Tensor]
     num_kept_bytes: int  # of the next batch's gradients, beside ``optimizer.state``
-    runner: Graphs | None  # of steps over the binding; None before the first
+    # of steps over the binding; None before the first
+    runner: Graphs | Kernels | None
 
 
 class BoundOptimizer(Optimizer):
@@ -71,8 +70,6 @@ class BoundOptimizer(Optimizer):
         self, params: Any, defaults: dict[str, Any], options: dict[str, Any]
     ) -> None:
         self._options = options
-        # of each group as it was given, its parameters' numbers in a state dict
-        self._given: list[list[int]] = []
         self._order: list[int] = []  # the model's: these numbers, if it is known
         self._forget_bindings()
         self._loading: dict[str, Any] | None = None  # inside load_state_dict
@@ -81,6 +78,7 @@ class BoundOptimizer(Optimizer):
         self._skipped = torch.zeros((), dtype=torch.int64, device="cpu")
         self._start_protocol()
         self._agreed = False  # whether all ranks were found to hold the same options
+        self._num_loads = 0
         check_no_module(params)
         super().__init__(params, defaults)
         self._place()
@@ -95,41 +93,33 @@ class BoundOptimizer(Optimizer):
 
     @torch.inference_mode(False)
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, or two: its matrices, and other tensors, if another rule or
-        other values move them. Their state is made at once.
+        """Add a group, the given dict, and complete it. Its state is made at once.
 
         Raises:
             TypeError, ValueError: as the constructor; then nothing was added.
         """
         check_once(self.param_groups, param_group)
-        groups, order = [param_group], list[int]()
-        if isinstance(param_group, dict):  # torch.optim refuses all else
-            given = dict(param_group)
-            check_keys(given, self.defaults, self._options)
-            fill_defaults(given, self._options, self.defaults)
-            groups, order = split_group(given)
-            if len(groups) == 1:  # as torch.optim has it, the given dict
-                param_group.clear()
-                param_group.update(groups[0])
-                groups = [param_group]
-        num_before, num_params = len(self.param_groups), len(self._ids())
+        num_before, given = len(self.param_groups), None
         try:
-            for group in groups:
-                super().add_param_group(group)
-                validate_group(group, self._options)
+            if isinstance(param_group, dict):  # torch.optim refuses all else
+                given = dict(param_group)
+                complete_group(param_group, self._options, self.defaults)
+            super().add_param_group(param_group)
+            validate_group(param_group, self._options)
             if self._binding is not None:  # the constructor checks all of them at once
                 check_parameters(self.param_groups, self._options, self.state)
         except (TypeError, ValueError):
             del self.param_groups[num_before:]
+            if given is not None:
+                param_group.clear()
+                param_group.update(given)
             raise
-        self._given.append([num_params + position for position in order])
         if self._binding is not None:  # else the constructor is still adding groups
             self._build()
             self._agreed = False
 
     def _forget_bindings(self) -> None:
         self._binding: Binding | None = None
-        self._values: dict[int, GroupValues] = {}  # by the id of a group
 
     def _place(self) -> None:
         """Choose the device and whether to compile. An optimizer that moves nothing
@@ -137,7 +127,7 @@ class BoundOptimizer(Optimizer):
         """
         device = device_of(self.param_groups, self.state)
         wanted = self._options["compile"]
-        self._compile = device is not None and resolve_compile(wanted, device.type)
+        self._compile = device is not None and resolve_compile(wanted, device)
         self._skipped = self._skipped.to(device or "cpu")
 
     def _build(self, binding: Binding | None = None) -> None:
@@ -152,33 +142,23 @@ class BoundOptimizer(Optimizer):
             binding.bind()
         self._max_norm: Tensor | None = None
         self.max_norm = self._options["max_norm"]
-        if self._binding is not None and log.isEnabledFor(logging.DEBUG):
-            log.debug(NEW_BINDING, self._binding.changes(self.param_groups))
-        self._runner_options: dict[str, Any] = dict(
-            device=self._skipped.device,
-            is_local=self._options["collectives"] is LOCAL,
-            compile=self._compile,
-            required=self._options["compile"] is True,
-            say=self._say,
-        )
-        self._runner: Graphs | None = None  # made by the first step over the binding
-        self._uncompiled: Graphs | None = None
+        if self._binding is not None:
+            log.debug(NEW_BINDING)
+        self._runner: Graphs | Kernels | None = None  # made by the first step over it
         self._last = None  # of a step over the binding before
         self._binding = binding  # last: after an exception above, all is done again
 
-    def _make_runner(self) -> Graphs:
+    def _make_runner(self) -> Graphs | Kernels:
         """Return the runner of this step: kernels or graphs; graphs that run eagerly
         where Dynamo traces nothing, for tools that count every operation.
         """
-        binding = self._present
-        if declined() and binding.is_printed:
-            if self._uncompiled is None:
-                self._uncompiled = Graphs(binding.groups, **self._runner_options)
-            return self._uncompiled
+        binding, device = self._present, self._skipped.device
         if self._runner is None:
-            kind = Kernels if self._compile and binding.is_printed else Graphs
-            self._runner = kind(binding.groups, **self._runner_options)
-        return self._runner
+            graphs = Graphs(device, compile=self._compile, say=self._say)
+            self._graphs, self._runner = graphs, graphs
+            if self._compile and binding.is_printed:
+                self._runner = Kernels(binding.groups, graphs, self._say)
+        return self._graphs if declined() else self._runner
 
     @property
     def _present(self) -> Binding:
@@ -187,8 +167,6 @@ class BoundOptimizer(Optimizer):
         return self._binding
 
     def _new_binding(self) -> Binding:
-        present = {id(group) for group in self.param_groups}
-        self._values = {i: v for i, v in self._values.items() if i in present}
         device = device_of(self.param_groups, self.state)
         stays = device in (None, self._skipped.device)
         if self._binding is not None and not (self._binding.params and stays):
@@ -197,7 +175,6 @@ class BoundOptimizer(Optimizer):
             self.param_groups,
             self.state,
             self._options,
-            self._values,
             check_parameters(self.param_groups, self._options, self.state),
             self._binding,
         )
@@ -208,11 +185,22 @@ class BoundOptimizer(Optimizer):
         """
         if not self._agreed:  # once: later changes need not come everywhere
             values = configuration(self.param_groups, self._options)
+            values["number of loads"] = str(self._num_loads)
             self._present.collectives.agree(values, labels(self.param_groups))
             self._agreed = True
         if not self._present.is_current(self.param_groups, self.state):
             self._build()
         return self._present
+
+    @torch._disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch.optim's. If the state has left its memory, for the host, that memory
+        is freed too: the next step does not need it.
+        """
+        super().zero_grad(set_to_none)
+        if self._present.has_left():
+            self._present.release()
+            self._runner = self._last = None
 
     @property
     def max_norm(self) -> float | None:
@@ -230,11 +218,11 @@ class BoundOptimizer(Optimizer):
         self._options["max_norm"] = bound = checks.plain(bound)
         if bound is None:
             self._max_norm = None
-        elif self._max_norm is None:
+            return
+        if self._max_norm is None:
             dtype = scalar_dtype(self._skipped.device)
-            self._max_norm = torch.full_like(self._skipped, bound, dtype=dtype)
-        else:  # in place: a captured CUDA graph reads it where it is
-            self._max_norm.fill_(bound)
+            self._max_norm = torch.zeros_like(self._skipped, dtype=dtype)
+        put(self._max_norm, bound)  # in place: a captured CUDA graph reads it there
 
     def describe(self) -> Description:
         """Return how parameters lie at present: for tools and tests, to be read, not
@@ -284,17 +272,6 @@ class BoundOptimizer(Optimizer):
             entry = saved["state"][ids[p]] = dict(saved["state"][ids[p]])
             entry[key] = whole
 
-    def _as_given(self) -> list[list[int]]:
-        """Return, of each group as it was given, the numbers of its parameters in a
-        state dict. Groups that were changed from outside stand for themselves.
-        """
-        num_params = [len(group["params"]) for group in self.param_groups]
-        every = list(range(sum(num_params)))
-        if sorted(i for numbers in self._given for i in numbers) == every:
-            return self._given
-        rest = iter(every)
-        return [[next(rest) for _ in range(num)] for num in num_params]
-
     def _ids(self) -> dict[Tensor, int]:
         """Return under which number a state dict knows each parameter."""
         params = [p for group in self.param_groups for p in group["params"]]
@@ -306,8 +283,8 @@ class BoundOptimizer(Optimizer):
         self, state_dict: dict[str, Any] | list[dict[str, Any]]
     ) -> None:
         """Load what ``state_dict()`` returned, bit for bit in the state's own dtype; or
-        state that another library saved (docs/conformance.md), a list of such dicts
-        if several optimizers shared the model: then hyperparameters stay.
+        state of torch.optim's AdamW and Muon (docs/conformance.md), a list of such
+        dicts if several optimizers shared the model: then hyperparameters stay.
 
         State goes to the parameter of its name where both sides name the same
         parameters (``param_names``), else by position, as in torch.optim. A parameter
@@ -316,10 +293,9 @@ class BoundOptimizer(Optimizer):
         in the state are loaded as torch.optim loads them.
 
         Raises:
-            ValueError: other groups or shapes, an unknown library, a hyperparameter out
-                of its range, state that the loaded hyperparameters need and
-                ``state_dict`` lacks, or a value that no step leaves there: NaN,
-                infinity, a negative second moment, a tensor that is not floating point
+            ValueError: other groups or shapes, another library's state, a
+                hyperparameter out of its range, state that the loaded hyperparameters
+                need and ``state_dict`` lacks, or a tensor that is not floating point
                 (the parameter is named). Nothing has changed then.
         """
         before = self.param_groups, self.state
@@ -328,12 +304,11 @@ class BoundOptimizer(Optimizer):
 
         def remember(_: Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
             # a caller's hooks may have replaced it
-            given = self._as_given()
-            order = [i for numbers in given for i in numbers]
-            if len(self._order) == len(order):  # else groups were added
-                order = self._order
-            self._loading = own_state(
-                self.param_groups, self._options, after_hooks, given, order
+            given = list(range(len(self._ids())))
+            # the model's order, unless groups were added
+            known = [self._order] if len(self._order) == len(given) else []
+            self._loading = state_of_mars(
+                self.param_groups, self._options, after_hooks, [*known, given]
             )
             return self._loading
 
@@ -359,32 +334,22 @@ class BoundOptimizer(Optimizer):
             | {key: old[key] for key in ("param_names",) if key in old}  # of ours
             for old, new in groups
         ]
-        for group, new in zip(self.param_groups, cast["param_groups"], strict=True):
-            try:
-                check_group(group, self._options)
-            except ValueError as error:
-                if "mars_type" in new:
-                    raise
-                raise ValueError(
-                    f"got a state dict that another optimizer saved ({error}), "
-                    "expected one of MARS, or of torch.optim's AdamW: load only the "
-                    "model"
-                ) from error
+        for group in self.param_groups:
+            check_group(group, self._options)
         self.state = under_loaded(self.state, cast["state"])
         binding = self._new_binding()
         binding.bind()
         labelled = labels(self.param_groups)
         ids = dict(zip(self._ids(), check_ids(labelled, saved), strict=True))
         saved = self._claimed(saved, ids, binding)
-        pairs = to_restore(
-            self.state, labelled, saved, binding.params, binding.collectives
-        )
+        pairs = to_restore(self.state, labelled, saved, binding.collectives)
         for tensor, value in pairs:  # the authors' step is an int
             is_tensor = isinstance(value, Tensor)
             tensor.copy_(value) if is_tensor else tensor.fill_(value)
         self._next_grads.restart(is_fresh=True)
         self._build(binding)
         self._loading = None
+        self._num_loads += 1
 
     def _claimed(
         self, saved: dict[str, Any], ids: Mapping[Tensor, Any], binding: Binding
@@ -400,7 +365,8 @@ class BoundOptimizer(Optimizer):
                 shape = sum(sizes), *self.state[p][key].shape[1:]
                 # 0.4 has moments of rows shaped as the parameter's first dims
                 is_of_rows = whole.shape == p.shape[: whole.ndim]
-                if is_of_rows and whole.numel() == prod(shape):
+                is_other = whole.shape != shape and whole.numel() == prod(shape)
+                if is_of_rows and is_other:
                     whole = whole.reshape(shape)
                 entry[key] = binding.collectives.claim(whole, owns, sizes)
             entries[ids[p]] = entry
@@ -408,7 +374,7 @@ class BoundOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._next_grads.check_may_save()
-        names = ("_options", "_given", "_order", "_compile", "_skipped")
+        names = ("_options", "_order", "_compile", "_skipped", "_num_loads")
         kept = {key: getattr(self, key) for key in names}
         kept["_is_fresh"] = self._next_grads.is_fresh
         return {**super().__getstate__(), **kept}

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, is_, itemgetter
+from functools import partial
+from itertools import chain
+from operator import attrgetter, call, is_, itemgetter
 from typing import Any
 
 import torch
@@ -15,15 +17,14 @@ from torch._subclasses.fake_tensor import is_fake
 
 from marsopt.functional.buffers import (
     entries_at_owner,
-    index_of_leaves,
-    leaf_of,
     owned_leaves,
     start_at_owner,
     start_beside,
 )
-from marsopt.optim.groups import labels, moves, structure
+from marsopt.optim.groups import check_structure, kinds_of, labels, moves
 from marsopt.optim.loading import as_tensor
-from marsopt.optim.numbers import FormulaValues, GroupValues
+from marsopt.optim.numbers import Row, Table
+from marsopt.optim.small import SMALL, Pack
 from marsopt.optim.state_dict import STAGE_COUNT, State
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.buffers import Buffer, owned_shapes
@@ -31,14 +32,11 @@ from marsopt.rules.dtypes import working, working_dtype
 from marsopt.rules.preconditioner import MatrixCost
 from marsopt.rules.registry import STATE_KEYS
 from marsopt.step import kernels
+from marsopt.step.decide import Decision, Inputs, largest_square
+from marsopt.step.leaf import Leaf, index_of, leaf_of, memory_of
+from marsopt.step.leaf import is_dense as is_memory
 from marsopt.step.owners import LOCAL, Collectives, OwnerBuffer, Tensors
-from marsopt.step.step import Gradients, Group
-from marsopt.step.tables import (
-    Decision,
-    GroupInputs,
-    formula,
-    largest_square,
-)
+from marsopt.step.step import Gradients, Group, MatrixLeaves, exchanges_of
 
 PATTERNS = 64  # of missing gradients that are kept: a mixture of experts has no end
 
@@ -47,31 +45,55 @@ FORM = attrgetter("shape", "dtype")
 
 @dataclass(eq=False)
 class Member:
-    """A parameter that moves, and its state."""
+    """A parameter that is updated, and its state."""
 
     p: Tensor  # as the user holds it: a DTensor, too
     label: str
-    group: dict[str, Any]  # its param group
-    values: GroupValues  # of the group
+    row: Row  # its numbers
+    algorithm: Algorithm  # of its formula
     piece: Tensor  # the elements that lie here
     state: dict[str, Tensor] = field(default_factory=dict)  # pieces, by symbol
     owned: Tensors = ()  # buffers that the owners of its matrices keep here
     owns: tuple[int, ...] | None = None  # which matrices these are of
 
-    @property
-    def algorithm(self) -> Algorithm:
-        return self.values.algorithm
 
-
-@dataclass(kw_only=True)
 class BoundFormula(Group):
-    """The parameters of one formula."""
+    """The parameters of one formula.
 
-    members: Sequence[Member]
-    values: FormulaValues
-    # views of the counts of steps, and the tensors of ``optimizer.state`` from and to
-    # which a step copies them; none if these are the views
-    counts: tuple[list[Tensor], list[Tensor]]
+    Args:
+        inputs, leaves: as ``Group`` has them.
+        members: its parameters, in the order of the leaves.
+        table: the numbers of their param groups.
+        packs: of each leaf, the tensors that a step copies into it, if there are.
+        counts: views of the counts of steps, and the tensors of ``optimizer.state``
+            from and to which a step copies them; none if these are the views.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        leaves: Sequence[Leaf],
+        members: Sequence[Member],
+        table: Table,
+        packs: Sequence[Pack | None],
+        counts: tuple[list[Tensor], list[Tensor]],
+    ) -> None:
+        super().__init__(inputs, leaves)
+        self.members, self.table, self.packs, self.counts = (
+            members,
+            table,
+            packs,
+            counts,
+        )
+        rest = iter(members)
+        of_leaves = [[next(rest) for _ in leaf.params] for leaf in leaves]
+        pairs = zip(packs, of_leaves, strict=True)
+        self.copied = {m for pack, each in pairs if pack for m in each}
+        # the tensors of each leaf that a step writes in place: packs copy theirs
+        self.written = [
+            [] if pack else [m.piece, *m.state.values()]
+            for pack, m in zip(packs, members, strict=False)
+        ]
 
 
 class Binding:
@@ -82,13 +104,12 @@ class Binding:
         groups: the optimizer's param groups.
         state: the optimizer's state.
         options: the constructor's options.
-        values: by the id of a group, its numbers, as bindings before this one have made
-            them; missing ones are added.
-        device: of the parameters that move; None where none does.
+        device: of the parameters that are updated; None if there are none.
         before: the binding that this one replaces.
 
     Raises:
-        ValueError: state of other parameters than these.
+        ValueError: state of other parameters than these, or a hyperparameter out of its
+            range.
     """
 
     def __init__(
@@ -96,7 +117,6 @@ class Binding:
         groups: Sequence[dict[str, Any]],
         state: State,
         options: Mapping[str, Any],
-        values: dict[int, GroupValues],
         device: torch.device | None,
         before: Binding | None = None,
     ) -> None:
@@ -104,29 +124,30 @@ class Binding:
         self._state, self._before = state, before
         self._every = [p for group in groups for p in group["params"]]
         self.collectives: Collectives = options["collectives"]
-        # whether kernels move parameters where they lie
+        # whether kernels update parameters in their own memory
         self.is_printed = options["compile"] is not False and kernels.available(
             device or torch.device("cpu")
         )
         names = dict(labels(groups))
-        self._values: list[tuple[dict[str, Any], GroupValues]] = []
+        self._rows: list[Row] = []
         by_formula: dict[Hashable, list[Member]] = {}
         for group in filter(itemgetter("params"), groups):
-            present = values.get(id(group))
-            if present is None or not present.fits(group, device):
-                present = values[id(group)] = GroupValues(group, options, device)
-            self._values.append((group, present))
-            algorithm = present.algorithm
-            stage = group.get(STAGE_COUNT, 0) if algorithm.has_stages else 0
-            for p in group["params"]:
+            check_structure(group, options)
+            rows: dict[bool, Row] = {}
+            for p, kind in zip(group["params"], kinds_of(group), strict=True):
                 if not moves(p, state):
                     continue
-                check_state(p, names[p], algorithm, state, self.collectives)
+                if kind not in rows:
+                    rows[kind] = Row(group, kind, options)
+                row = rows[kind]
+                check_state(p, names[p], row.algorithm, state, self.collectives)
                 # detached tensors count writes together with their parameters
                 piece = self.collectives.local(p).detach()
-                member = Member(p, names[p], group, present, piece)
-                key = formula(algorithm), stage, p.dtype
-                by_formula.setdefault(key, []).append(member)
+                key = row.algorithm, p.dtype
+                members = by_formula.setdefault(key, [])
+                formula = members[0].algorithm if members else row.algorithm
+                members.append(Member(p, names[p], row, formula, piece))
+            self._rows += rows.values()
         self._formulas = list(by_formula.values())
         self.members = [member for members in self._formulas for member in members]
         self.params = [member.p for member in self.members]
@@ -134,6 +155,7 @@ class Binding:
         with_member = set(self.params)
         self._idle = [p for p in self._every if p not in with_member]
         self.groups: list[BoundFormula] = []
+        self.exchanges: list[list[MatrixLeaves]] = []
         self._is_stale = False  # whether a gather was broken off
         self._grad_masks: dict[tuple[bool, ...], Tensor] = {}
 
@@ -156,58 +178,77 @@ class Binding:
             _attach_owned(together, state, parts, self.collectives)
         # last, for it holds the counts of all that has restarted
         self.groups = [self._group(members) for members in self._formulas]
-        for member in self.members:  # there from the start, to be loaded into
-            if member.algorithm.has_stages:
-                member.group.setdefault(STAGE_COUNT, 0)
+        is_local = self.collectives is LOCAL
+        is_batch = bool(self.params) and takes_batches(self.params[0].device, is_local)
+        self.exchanges = exchanges_of(self.groups, is_local, is_batch)
         _drop_unstepped(state, self._every)
         self._bound_fingerprint = self._fingerprint(self.param_groups)
 
     def _group(self, members: Sequence[Member]) -> BoundFormula:
         """Return the parameters of one formula as a group of a step; the state gets
-        their counts of steps, as views of one tensor if kernels move them.
+        their counts of steps, as views of one tensor if kernels update them.
         """
-        device, params = members[0].piece.device, [member.p for member in members]
-        groups = list(dict.fromkeys(member.values for member in members))
-        values = FormulaValues(groups, device)
-        kind = formula(members[0].algorithm)
-        leaves = [
-            leaf_of(
-                kind.algorithm,
-                member.p.shape,
-                member.piece,
-                member.state,
-                [member.p],
-                self.collectives,
-            )._replace(
-                owned=[member.owned] if member.owned else [],
-                preconditioner=_preconditioner(values, groups.index(member.values)),
+        device, algorithm = members[0].piece.device, members[0].algorithm
+        singles, packs, small = list[Leaf](), list[Pack | None](), list[Any]()
+        ordered, packed = list[Member](), list[Member]()
+        for member in members:
+            bare, parts = leaf_of(
+                algorithm, member.p.shape, member.piece, [member.p], self.collectives
             )
-            for member in members
-        ]
-        index = index_of_leaves(
-            members[0].algorithm, [member.p.shape for member in members], leaves
-        )
-        by_norm = None
-        if len(groups) > 1:
+            if member.owned:
+                bare = bare._replace(owned=[member.owned])
+            tensors = [member.piece, *member.state.values()]
+            in_order = all(t.is_contiguous() and not t.is_neg() for t in tensors)
+            strides = () if in_order else member.piece.stride()
+            is_dense = in_order or all(
+                is_memory(t, len(bare.norms)) and t.stride() == strides for t in tensors
+            )
+            is_small = device.type == "cpu" and not self.is_printed
+            is_small = is_small and member.piece.numel() < SMALL
+            if is_dense and (algorithm.matrix_only or not is_small):
+                shape = len(bare.norms), parts.size
+                x, *buffers = [memory_of(t, shape) for t in tensors]
+                by_symbol = dict(zip(member.state, buffers, strict=True))
+                leaf = bare._replace(x=x, buffers=by_symbol, strides=strides)
+                singles.append(leaf)
+                packs.append(None)
+                ordered.append(member)
+                continue
+            x, state = member.piece, member.state
+            if algorithm.matrix_only:
+                pack = Pack(algorithm, [bare], [parts], [x], [state])
+                singles.append(pack.leaf)
+                packs.append(pack)
+                ordered.append(member)
+            else:
+                small.append((bare, parts, x, state))
+                packed.append(member)
+        if small:
+            pack = Pack(algorithm, *zip(*small, strict=True))
+            singles.append(pack.leaf)
+            packs.append(pack)
+        ordered += packed
+        rows = list(dict.fromkeys(member.row for member in ordered))
+        table, by_norm = Table(rows, device), None
+        if len(rows) > 1:
+            nums = [num for leaf in singles for num in leaf.num_norms]
             numbers = [
-                groups.index(member.values)
-                for member, leaf in zip(members, leaves, strict=True)
-                for _ in range(leaf.parts.num_norms)
+                rows.index(member.row)
+                for member, num in zip(ordered, nums, strict=True)
+                for _ in range(num)
             ]
             by_norm = torch.tensor(numbers, device=device)
-        t = torch.zeros(len(members), dtype=torch.float32, device=device)
+        params = [member.p for member in ordered]
+        t = torch.zeros(len(params), dtype=torch.float32, device=device)
         if self.is_printed:
             _view_steps(self._state, params, t)
             counts = list[Tensor](), list[Tensor]()
         else:
             counts = list(t.unbind()), _held_steps(self._state, params, t[0])
-        dtype = working_dtype(members[0].piece)
-        # a component of a user may read its own numbers
-        algorithm = kind.algorithm if kind.is_shared else values.algorithms[0]
-        inputs = GroupInputs(kind, values.values, by_norm, index, t, dtype)
-        return BoundFormula(
-            algorithm, leaves, inputs, members=members, values=values, counts=counts
-        )
+        dtype = working_dtype(ordered[0].piece)
+        index = index_of(singles)
+        inputs = Inputs(algorithm, table.values, by_norm, index, t, dtype)
+        return BoundFormula(inputs, singles, ordered, table, packs, counts)
 
     # ---- buffers of owners -----------------------------------------------------------
 
@@ -260,48 +301,54 @@ class Binding:
     def is_current(self, groups: Sequence[dict[str, Any]], state: State) -> bool:
         """Return whether groups, parameters and state are still those, and in the
         memory, that this was made for.
-
-        Raises:
-            ValueError: a sparse gradient.
         """
-        self._check_gradients()
         try:
             return (
                 state is self._state
+                and all(map(Row.fits, self._rows))
                 and self._fingerprint(groups) == self._bound_fingerprint
             )
         except (KeyError, TypeError):  # state was deleted, or is no tensor any more
             return False
 
-    def changes(self, groups: Sequence[dict[str, Any]]) -> str:
-        """Return the differences of the groups to those that this was made for."""
-        keys = [
-            f"{key}={group.get(key)!r} in group {i}"
-            for i, (group, before) in enumerate(
-                zip(groups, self._bound_fingerprint[2], strict=False)
-            )
-            for key, value in structure(group, self.options).items()
-            if value != before.get(key)
-        ]
-        return ", ".join(keys) or "other groups, parameters or state"
+    def has_left(self) -> bool:
+        """Return whether the last tensor of the state is another, or elsewhere: loops
+        that move the state move all of it.
+        """
+        if not self.groups:
+            return False
+        entry = self._state.get(self.params[-1], {})
+        last = self._kept[-1](entry)[-1] if entry else None
+        *_, before = self._bound_fingerprint[3]
+        if last is None or id(last) != before:
+            return True
+        *_, address = self._bound_fingerprint[4]
+        return not is_fake(last) and self.collectives.local(last).data_ptr() != address
+
+    def release(self) -> None:
+        """Let go of all state: the next step makes another binding."""
+        self._state, self.groups, self.exchanges = {}, [], []
+        for member in self.members:
+            member.state, member.owned = {}, ()
 
     def _fingerprint(self, groups: Sequence[dict[str, Any]]) -> tuple[list[Any], ...]:
         """Return all that a binding depends on: which groups hold which parameters, by
         which formulas they move, which tensors the state holds of them, and where all
         of these lie.
         """
-        params = [p for group in groups for p in group["params"]]
-        entries = map(self._state.__getitem__, self.params)
-        held = [x for kept, e in zip(self._kept, entries, strict=True) for x in kept(e)]
+        lists = list(map(itemgetter("params"), groups))
+        params = list(chain.from_iterable(lists))
+        entries = map(self._state.get, self.params)
+        of_each: Iterator[Any] = map(call, self._kept, entries)  # type: ignore[arg-type]
+        held = list(chain.from_iterable(of_each))
         tensors = [*self.params, *held]
         fake = bool(self.params) and is_fake(self.params[0])  # it has no address
         if self.collectives is not LOCAL:
             tensors = list(map(self.collectives.local, tensors))
         return (
             [*map(id, groups), *map(id, params)],
-            [len(group["params"]) for group in groups],
-            [structure(group, self.options) for group in groups],
-            [moves(p, self._state) for p in self._idle],
+            list(map(len, lists)),
+            list(map(partial(moves, state=self._state), self._idle)),
             list(map(id, held)),
             # tensor.data = ... moves it
             list(map(id if fake else Tensor.data_ptr, tensors)),
@@ -309,10 +356,7 @@ class Binding:
             list(map(Tensor.stride, tensors[: len(self.params)])),
         )
 
-    def _check_gradients(self) -> None:
-        grads = [p.grad for p in self.params]
-        if {g.layout for g in grads if g is not None} <= {torch.strided}:
-            return
+    def _refuse_layout(self) -> None:
         for p, what in labels(self.param_groups):
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise ValueError(
@@ -322,35 +366,53 @@ class Binding:
 
     # ---- a step ----------------------------------------------------------------------
 
-    def gather(self) -> tuple[Sequence[BoundFormula], Gradients, Tensor]:
-        """Return the groups of a step, with the param groups' present numbers; the
-        gradient of each leaf, None if there is none; and which of N norms have one
-        (N,), bool.
+    def gather(self) -> tuple[Gradients, Tensor]:
+        """Return the gradient of each leaf of each group, (P, n), None if there is
+        none; and which of N norms have one (N,), bool. The tables of the groups have
+        the param groups' present numbers then.
 
         Raises:
-            ValueError: a hyperparameter out of its range.
+            ValueError: a hyperparameter out of its range, or a sparse gradient.
             RuntimeError: a CUDA graph captures it, and it has to send something that is
                 on the host.
         """
         # a value that is refused leaves groups before it refreshed, but not sent
         is_changed, self._is_stale = self._is_stale, True
-        for param_group, values in self._values:
-            is_changed = values.refresh(param_group) or is_changed
+        for row in self._rows:
+            is_changed = row.refresh() or is_changed
+        local, is_local = self.collectives.local, self.collectives is LOCAL
+        grads: list[list[Tensor | None]] = []
+        has: list[bool] = []
         for group in self.groups:
             views, entries = group.counts
             if views:
                 torch._foreach_copy_(views, entries)
             if is_changed:
-                group.values.send()
-            group.num_steps = group.members[0].group.get(STAGE_COUNT, 0)
+                group.table.send()
+            if group.algorithm.has_stages:
+                group.stages = self._stages(group)
+            of_group = [m.p.grad for m in group.members]
+            if any(g is not None and g.layout != torch.strided for g in of_group):
+                self._refuse_layout()
+            has += [g is not None for g in of_group]
+            if not is_local:
+                of_group = [
+                    torch.zeros_like(m.piece) if g is None else local(g, m.p)
+                    for g, m in zip(of_group, group.members, strict=True)
+                ]
+            grads.append(_of_leaves(group, of_group, self.is_printed))
         self._is_stale = False
-        local = self.collectives.local
-        grads = [
-            [None if (g := m.p.grad) is None else local(g, m.p) for m in group.members]
-            for group in self.groups
+        return grads, self._has_grad(tuple(has))
+
+    def _stages(self, group: BoundFormula) -> list[Hashable]:
+        """Return the stage of each parameter's matrices in this step."""
+        first = sum(len(g.members) for g in self.groups[: self.groups.index(group)])
+        stage = group.algorithm.matrix_preconditioner.stage
+        counts = [self._state[member.p][STAGE_COUNT] for member in group.members]
+        return [
+            stage(0 if is_fake(count) else int(count), number)
+            for number, count in enumerate(counts, first)
         ]
-        has = tuple([g is not None for of_group in grads for g in of_group])
-        return self.groups, grads, self._has_grad(has)
 
     def _has_grad(self, pattern: tuple[bool, ...]) -> Tensor:
         """Return a bool tensor (N,) on the device, of a pattern by parameter. It is
@@ -371,35 +433,54 @@ class Binding:
                 f"({len(pattern) - sum(pattern)} of {len(pattern)}) than in earlier "
                 "steps, expected the same ones: take such a step before the capture"
             )
-        has, of_norms = iter(pattern), list[bool]()
-        for group in self.groups:
-            for leaf in group.leaves:
-                of_norms += [next(has)] * leaf.parts.num_norms
+        nums = [
+            n for group in self.groups for leaf in group.leaves for n in leaf.num_norms
+        ]
+        of_norms = [has for has, n in zip(pattern, nums, strict=True) for _ in range(n)]
         mask = torch.tensor(of_norms, device="cpu").to(device, non_blocking=True)
         if len(self._grad_masks) < PATTERNS:  # a tensor that a graph has captured stays
             self._grad_masks[pattern] = mask
         return mask
 
-    def count(self, decision: Decision, skipped: Tensor) -> None:
-        """Count the step that was taken, or skipped, after everything is written: where
-        that fails, it was not taken.
+    def scatter(self, grads: Gradients, decision: Decision, skipped: Tensor) -> None:
+        """Copy small tensors out, tell autograd which tensors were written, and count
+        the step that was taken, or skipped: if something fails before, it was not
+        taken.
+
+        Args:
+            grads: of ``gather``.
+            decision: the step's.
+            skipped: the count of skipped steps, 0-D.
         """
         counts = [group.inputs.t for group in self.groups]
         torch._foreach_copy_(counts, decision.t)
-        for group in self.groups:
+        written = list[Tensor]()
+        for group, of_group in zip(self.groups, grads, strict=True):
             views, entries = group.counts
             if views:
                 torch._foreach_copy_(entries, views)
+            for g, pack, tensors in zip(
+                of_group, group.packs, group.written, strict=True
+            ):
+                if g is not None and pack is not None:
+                    pack.scatter()
+                elif g is not None:
+                    written += tensors
+        torch.autograd.graph.increment_version(written)
         skipped += decision.finite.logical_not()
         for group in self.groups:
             if group.algorithm.has_stages:
-                # later steps build on the first step's bases: it is taken until one is
-                # finite. A step that waits for eigenvectors may wait for that, too
-                count: int = group.members[0].group[STAGE_COUNT]
-                waits = not count and not is_fake(decision.finite)
-                count += int(decision.finite) if waits else 1
-                for member in group.members:
-                    member.group[STAGE_COUNT] = count
+                self._count_stages(group, decision.finite)
+
+    def _count_stages(self, group: BoundFormula, finite: Tensor) -> None:
+        """Count the step of a group whose steps differ. Later steps build on the first
+        step's bases: it is taken until one is finite. A step that waits for
+        eigenvectors may wait for that, too.
+        """
+        if not is_fake(finite):
+            for member in group.members:
+                count = self._state[member.p][STAGE_COUNT]
+                count += 1 if count else int(finite)
 
     # ---- gradients -------------------------------------------------------------------
 
@@ -434,7 +515,7 @@ class Binding:
             largest_square(group.algorithm, group.inputs.dtype)
             for group in self.groups
             for leaf in group.leaves
-            for _ in range(leaf.parts.num_norms)
+            for _ in range(sum(leaf.num_norms))
         ]
         bounds = torch.tensor(largest, dtype=sums.dtype, device=sums.device)
         fits = (sums.abs() <= bounds[:, None]).all(1)  # not so of NaN
@@ -442,8 +523,12 @@ class Binding:
         owners = [
             member
             for group in self.groups
-            for member, leaf in zip(group.members, group.leaves, strict=True)
-            for _ in range(leaf.parts.num_norms)
+            for member, num in zip(
+                group.members,
+                [n for leaf in group.leaves for n in leaf.num_norms],
+                strict=True,
+            )
+            for _ in range(num)
         ]
         blamed = list(dict.fromkeys(owners[row].label for row in bad))
         if not blamed:
@@ -461,12 +546,36 @@ class Binding:
         )
 
 
-def _preconditioner(values: FormulaValues, number: int) -> Any:
-    """Return the matrix preconditioner with the numbers of a param group; None of an
-    elementwise one.
+def takes_batches(device: torch.device, is_local: bool) -> bool:
+    """Return whether matrices are made as batches: if one process has everything, and
+    its device is fastest on all matrices of one shape at once. A CPU takes large
+    matrices one by one.
     """
-    algorithm = values.algorithms[number]
-    return algorithm.matrix_preconditioner if algorithm.matrix_only else None
+    return is_local and device.type != "cpu"
+
+
+def _of_leaves(
+    group: BoundFormula, grads: Sequence[Tensor | None], is_printed: bool
+) -> list[Tensor | None]:
+    """Return the gradient of each leaf, None if there is none: (P, n) but for kernels,
+    which read its address, since a view costs a GPU's host 3 us.
+
+    Args:
+        group: a formula's leaves.
+        grads: of each parameter, the gradient of its piece.
+        is_printed: whether kernels update the leaves.
+    """
+    rest, found = iter(grads), list[Tensor | None]()
+    for leaf, pack in zip(group.leaves, group.packs, strict=True):
+        of_leaf = [next(rest) for _ in leaf.params]
+        if pack is not None:
+            has = any(g is not None for g in of_leaf)
+            found.append(pack.gather(of_leaf) if has else None)
+        else:
+            (g,) = of_leaf
+            laid = leaf.laid_out if is_printed else leaf.as_parts
+            found.append(None if g is None else laid(g))
+    return found
 
 
 def _keys_of(algorithm: Algorithm) -> itemgetter[Any]:
@@ -491,19 +600,20 @@ def check_state(
     entry, piece = state.get(p, {}), collectives.local(p)
     for buffer in algorithm.buffers.values():
         value = entry.get(buffer.key)
-        if value is None or buffer.home == "owner":
+        if value is None:
             continue
-        got = f"a {type(value).__name__}"
+        got, do = f"a {type(value).__name__}", "change all state of a parameter with it"
         if isinstance(value, Tensor):
             local = collectives.local(value)
-            if local.shape == piece.shape and local.device == piece.device:
-                continue
+            if buffer.home == "owner" or local.shape == piece.shape:
+                if local.device == piece.device:
+                    continue
+                do = "move all state back before a step"
             got = f"a tensor of shape {tuple(local.shape)} on {local.device}"
         raise ValueError(
             f"got {got} as state {buffer.key!r} of {what}, expected a tensor of shape "
-            f"{tuple(piece.shape)} on {piece.device}, as the parameter is: change all "
-            "state of a parameter with it, or delete optimizer.state[parameter], which "
-            "then restarts"
+            f"{tuple(piece.shape)} on {piece.device}, as the parameter is: {do}, or "
+            "delete optimizer.state[parameter], which then restarts"
         )
 
 
@@ -554,6 +664,10 @@ def _attach(member: Member, state: State, collectives: Collectives) -> None:
         for key in debiased & set(state[p]):
             state[p][key] = torch.zeros_like(state[p][key])
         state[p]["step"] = torch.zeros((), device="cpu")
+    if algorithm.has_stages:
+        state[p].setdefault(STAGE_COUNT, torch.zeros((), device="cpu"))
+    else:
+        state[p].pop(STAGE_COUNT, None)
     for symbol, buffer in buffers.items():
         if buffer.home == "shard":
             held = _attached(member, buffer, state[p], collectives)
@@ -632,6 +746,8 @@ def _attach_owned(
             for symbol in algorithm.owned:
                 state[p].pop(algorithm.buffers[symbol].key, None)
             state[p]["step"] = torch.zeros((), device="cpu")
+            if algorithm.has_stages:
+                state[p][STAGE_COUNT] = torch.zeros((), device="cpu")
         for symbol in algorithm.owned:
             buffer = algorithm.buffers[symbol]
             value = state[p].get(buffer.key)

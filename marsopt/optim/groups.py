@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -18,20 +19,16 @@ from marsopt.functional.routing import (
     hyperparameters_of,
     of_matrices,
     of_rest,
+    ratio_of,
     shared_hyperparameters,
 )
 from marsopt.optim.state_dict import State
 from marsopt.rules import checks
-from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.checks import Number
 from marsopt.rules.hyperparameters import (
     Hyperparameter,
     Table,
     arguments,
-    check_names,
     check_values,
-    resembled,
-    static,
     table,
 )
 from marsopt.rules.matrices import Matrices
@@ -40,16 +37,18 @@ from marsopt.rules.registry import FOLLOWED, correction_named, named, resolve
 # Every group has the authors' structure as keys, at its defaults too. Other structure
 # is a key only if it differs from its default.
 AUTHORS_STRUCTURE = frozenset({"mars_type", "amsgrad", "epsilon_hat"})
-# The keys that a group may give when it is added, and does not keep (``split_group``).
+# The keys of a group for tensors that are not matrices.
 OF_REST = frozenset(table(Rest))
-WHOLE = frozenset(n for n, line in all_hyperparameters().items() if line.is_whole)
+OF_TENSORS = ("params", "param_names")
+WHOLE = {n for n, line in all_hyperparameters().items() if line.is_whole}
+WHOLE |= {"collectives", "compile", "nonfinite"}
 
 
 def label(groups: Sequence[Mapping[str, Any]], number: int, index: int) -> str:
     """Return a parameter's name in messages."""
-    group = groups[number]
-    if "param_names" in group:
-        return f"parameter {group['param_names'][index]!r}"
+    names = groups[number].get("param_names", ())
+    if index < len(names):  # a parameter that was appended later has none
+        return f"parameter {names[index]!r}"
     return f"parameter {index} of group {number}"
 
 
@@ -73,6 +72,8 @@ def device_of(groups: Sequence[Mapping[str, Any]], state: State) -> torch.device
     """Return the device of the first parameter that takes part in steps, if one does:
     all of them share it.
     """
+    for group in groups:
+        check_params(group)
     params = (p for group in groups for p in group["params"])
     return next((p.device for p in params if moves(p, state)), None)
 
@@ -84,7 +85,10 @@ def configuration(
     parameters, and values of groups and options; of no tensor, for that would sync.
     """
     apart = ("params", "param_names", "collectives")
-    forms = {name: f"{tuple(p.shape)} {p.dtype}" for p, name in labels(groups)}
+    forms = {
+        name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+        for p, name in labels(groups)
+    }
     named = {
         f"{key} of group {i}": value
         for i, group in enumerate(groups)
@@ -100,17 +104,27 @@ def configuration(
     return forms | {key: str(value).replace("'", "") for key, value in texts.items()}
 
 
+def check_params(group: Mapping[str, Any]) -> None:
+    """Check that a group has a list of parameters.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if "params" not in group:
+        raise ValueError(
+            f"got a param group of {sorted(map(str, group))}, expected 'params' among "
+            "these keys: put the group's tensors there"
+        )
+
+
 def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
     """Check that no tensor of the ``new`` group is there already, or twice in it.
 
     Raises:
         ValueError: one is, with its name; or the group has no "params".
     """
-    if isinstance(new, dict) and "params" not in new:
-        raise ValueError(
-            f"got a param group of {sorted(map(str, new))}, expected 'params' among "
-            "these keys: put the group's tensors there"
-        )
+    if isinstance(new, dict):
+        check_params(new)
     if not isinstance(new, dict) or isinstance(params := new["params"], set):
         return  # torch.optim refuses them
     check_no_module(params)
@@ -133,24 +147,6 @@ def check_once(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> None:
                 "weights too"
             )
         first[id(p)] = what
-
-
-def check_keys(
-    group: Mapping[str, Any], defaults: Mapping[str, Any], options: Mapping[str, Any]
-) -> None:
-    """Check that a new group has no misspelt hyperparameter. Keys that resemble none
-    are other tools', and stay as in torch.optim.
-
-    Raises:
-        TypeError: a key resembles a hyperparameter, with its name.
-    """
-    known = {*defaults, *options, *all_hyperparameters()}
-    strange = {
-        key: value
-        for key, value in group.items()
-        if isinstance(key, str) and key not in known and resembled(key, known)
-    }
-    check_names(strange, known, "marsopt.MARS")
 
 
 def check_no_module(value: Any) -> None:
@@ -183,7 +179,19 @@ def group_table(group: Mapping[str, Any], options: Mapping[str, Any]) -> Table:
             "all hyperparameters: add_param_group completes a new group"
         )
     preconditioner = named(group["mars_type"]).preconditioner
-    return hyperparameters_of(preconditioner, correction_named(options["correction"]))
+    correction = correction_named(options["correction"])
+    return {**hyperparameters_of(preconditioner, correction), **table(Rest)}
+
+
+def checked_table(group: Mapping[str, Any], options: Mapping[str, Any]) -> Table:
+    """Return ``group_table``, after a check of the values that a complete group has.
+
+    Raises:
+        ValueError: one is out of its range, or there is no lr or ``mars_type``.
+    """
+    known = group_table(group, options)
+    check_values(known, {"lr": None, **group})
+    return known
 
 
 class ConstructorValues(NamedTuple):
@@ -260,8 +268,10 @@ def fill_defaults(
     inherited = options["inherited"]
     row = named(group.get("mars_type", inherited["mars_type"]))
     group["mars_type"] = row.name
-    known = group_table(group, options).keys() | OF_REST
+    known = group_table(group, options)
     following = {name: None for name, of in FOLLOWED.items() if of in group}
+    if "lr_1d_ratio" in group:
+        following["lr_1d"] = None
     missing = {**row.hyperparameters, **inherited}
     if row.name == inherited["mars_type"]:
         missing |= {n: defaults[n] for n in missing if n in defaults}
@@ -272,75 +282,97 @@ def fill_defaults(
     group.update({name: missing[name] for name in filled})
 
 
-def split_group(group: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return the param groups that a given group becomes, one for each algorithm; and
-    of each of its tensors, the position in the list of all their tensors.
+def complete_group(
+    group: dict[str, Any], options: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+    """Complete a new param group where it is: every hyperparameter of its matrices and,
+    if it has other tensors with numbers of their own, these as ``lr_1d_ratio``,
+    ``betas_1d``, ``weight_decay_1d`` and ``nesterov_1d``.
 
     Args:
-        group: the given group, with all hyperparameters.
+        group: as its user wrote it.
+        options, defaults: as ``fill_defaults`` has them.
 
     Raises:
-        ValueError: as ``of_matrices`` and ``of_rest``.
+        ValueError: as ``fill_defaults``; ``lr_1d`` beside a learning rate of zero.
     """
+    fill_defaults(group, options, defaults)
+    checked_table(group, options)
+    lr_1d, base_lr = group.pop("lr_1d", None), group.pop("base_lr", None)
+    takes = Matrices(**arguments(Matrices, group)).takes
     params = group["params"]
     entries = [p[1] if isinstance(p, tuple) and len(p) == 2 else p for p in params]
-    if isinstance(params, set) or not all(isinstance(p, Tensor) for p in entries):
-        return [dict(group)], []  # torch.optim refuses them
-    aligned = {key: group[key] for key in ("params", "param_names") if key in group}
-    values = {key: value for key, value in group.items() if key not in aligned}
-    takes, own = Matrices(**arguments(Matrices, values)).takes, of_matrices(values)
-    kinds = [takes(p.shape) for p in entries]
-    rest = None if all(kinds) else of_rest(values)
-    sides = [(own, [i for i, kind in enumerate(kinds) if kind or rest is None])]
-    if rest is not None:
-        sides.append((rest, [i for i, kind in enumerate(kinds) if not kind]))
-    parts = [part for part in sides if part[1]] or sides
-    order = [i for _, members in parts for i in members]
-    groups = [
-        {key: [column[i] for i in members] for key, column in aligned.items()} | numbers
-        for numbers, members in parts
-    ]
-    return groups, sorted(range(len(order)), key=order.__getitem__)
+    has_rest = not all(isinstance(p, Tensor) and takes(p.shape) for p in entries)
+    if lr_1d is not None and has_rest:
+        group["lr_1d_ratio"] = ratio_of(lr_1d, base_lr, group)
+    values_of(group, is_matrix=False)  # refuses options that do not go together
+    unused: Set[str] = OF_REST
+    if has_rest and group.get("optimize_1d"):
+        unused = OF_REST - {"optimize_1d"}
+    elif has_rest:
+        unused = {n for n in OF_REST if group.get(n) is None or group[n] is False}
+    for name in unused & group.keys():
+        del group[name]
 
 
-def structure(group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the static configuration of a group, which chooses formulas: every
-    hyperparameter that is no number, and which numbers there are.
+def values_of(group: Mapping[str, Any], is_matrix: bool) -> dict[str, Any]:
+    """Return the hyperparameters of a group's matrices or of its other tensors, by the
+    names of a group with one kind of tensors.
+    """
+    values = {key: value for key, value in group.items() if key not in OF_TENSORS}
+    rest = None if is_matrix else of_rest(values)
+    return of_matrices(values) if rest is None else rest
+
+
+def kinds_of(group: Mapping[str, Any]) -> list[bool]:
+    """Return of each tensor of a group whether it takes the numbers of matrices: it is
+    a matrix, or the rule of the group takes every tensor.
+    """
+    values = {key: value for key, value in group.items() if key not in OF_TENSORS}
+    takes = Matrices(**arguments(Matrices, values)).takes
+    kinds = [takes(p.shape) for p in group["params"]]
+    if not all(kinds) and of_rest(values) is None:
+        kinds = [True] * len(kinds)
+    return kinds
+
+
+def check_structure(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Check a group, before its formulas are chosen.
 
     Raises:
-        ValueError: a hyperparameter that is no number is a tensor; an option that a
-            group has only until it is added, or that is the whole optimizer's.
+        ValueError: a value out of its range; a hyperparameter that is no number is a
+            tensor; an option that a group has only until it is added, or that is the
+            whole optimizer's.
     """
     if not WHOLE.isdisjoint(group):
         _check_options(group, options)
-    if not OF_REST.isdisjoint(group):
+    check_direction(group)
+    if given := sorted({"lr_1d", "base_lr"} & group.keys()):
         raise ValueError(
-            f"got {sorted(OF_REST & group.keys())} in a param group, expected them "
-            "where a group is added, which they divide: the other tensors have a group "
-            "of their own, write its lr_ratio, betas, weight_decay and nesterov"
+            f"got {given} in a param group, expected them where a group is added: "
+            "write lr_1d_ratio, a share of the group's lr"
         )
-    values = {
-        name: static(group.get(name)) if line.is_number else group.get(name)
-        for name, line in group_table(group, options).items()
-        if not line.is_whole
-    }
-    for name, value in values.items():
-        if isinstance(value, Tensor):  # which equals nothing
+    for name, line in group_table(group, options).items():
+        if not line.is_number and isinstance(group.get(name), Tensor):
             raise ValueError(
                 f"got {name} of a param group as a tensor, expected a value of Python: "
                 "formulas depend on it, pass no tensor"
             )
-    return values
+    checked_table(group, options)
 
 
-def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> Algorithm:
-    """Check a group's hyperparameters; return the algorithm that they name.
+def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Check a group's hyperparameters.
 
     Raises:
         ValueError: one is out of its range.
     """
     check_direction(group)
-    return algorithm_of({**options, **group})
+    known = checked_table(group, options)
+    rates = [known[n].plain(group[n]) for n in ("lr", "lr_ratio") if n in group]
+    checks.at_least_zero("lr * lr_ratio", prod(rates))
+    for is_matrix in (True, False):
+        algorithm_of({**options, **values_of(group, is_matrix)})
 
 
 def check_direction(group: Mapping[str, Any]) -> None:
@@ -368,18 +400,6 @@ def validate_group(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     """
     _check_options(group, options)
     check_group(group, options)
-    learning_rate(group["lr"], group["lr_ratio"])
-
-
-def learning_rate(lr: Number, lr_ratio: Number) -> Number:
-    """Return the learning rate of a group's tensors.
-
-    Raises:
-        ValueError: it is no finite number >= 0.
-    """
-    rate = lr * lr_ratio
-    checks.at_least_zero("lr * lr_ratio", rate)
-    return rate
 
 
 def check_parameters(
@@ -398,16 +418,9 @@ def check_parameters(
     device, pieces = device_of(groups, state), {}  # by parameter: a group may repeat
     for number, group in enumerate(groups):
         matrices = Matrices(**arguments(Matrices, group))
-        matrix_only = named(group["mars_type"]).matrix_only
         for i, p in enumerate(group["params"]):
             if moves(p, state):
                 what = label(groups, number, i)
-                if matrix_only and not matrices.takes(p.shape):
-                    raise ValueError(
-                        f"got {what} of shape {tuple(p.shape)} in a group of "
-                        f"{group['mars_type']!r}, expected {matrices.expected}: put it "
-                        "into a group of another mars_type"
-                    )
                 matrices.check(p.shape, what)
                 pieces[p] = _movable(p, what, device, options), what
     check_overlap(list(pieces.values()))

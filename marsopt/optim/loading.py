@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from marsopt.rules.registry import REGISTRY
 from marsopt.step.owners import Collectives
-from marsopt.step.tables import scalar_dtype
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 # The key of a text in a state dict that was converted: the source of its state.
 SOURCE = "marsopt_source"
-
-
-class Item(NamedTuple):
-    """A tensor of the state, and its value in a state dict."""
-
-    p: Tensor
-    key: str
-    tensor: Tensor
-    value: Any
 
 
 def as_tensor(value: Any) -> Tensor:
@@ -93,39 +82,3 @@ def check_shapes(
                 f"{type(tensor).__name__}, cut as the parameter is: load a whole one "
                 "by torch.distributed.tensor.distribute_tensor"
             )
-
-
-@torch.no_grad()
-def check_values(
-    items: Sequence[Item],
-    labelled: Sequence[tuple[Tensor, str]],
-    leaves: Sequence[Tensor],
-    collectives: Collectives,
-) -> None:
-    """Check that values are finite, and second moments and counts not negative. Ranks
-    decide together, by one sum over the shards of ``leaves``. Costs a sync.
-
-    Raises:
-        ValueError: a value is not, with its parameter.
-    """
-    if not leaves:
-        return
-    kinds = {row.preconditioner for row in REGISTRY.values()}
-    buffers = [buffer for kind in kinds for buffer in kind.keeps.values()]
-    nonnegative = {"step", *(b.key for b in buffers if b.is_nonnegative)}
-    rows, device = {p: i for i, p in enumerate(leaves)}, leaves[0].device
-    wrong = torch.zeros(len(leaves), 2, dtype=scalar_dtype(device), device=device)
-    for p, key, tensor, value in items:
-        if p not in rows:
-            continue
-        piece = collectives.local(as_tensor(value)).to(tensor.dtype)
-        wrong[rows[p], 0] += piece.isfinite().logical_not().any()
-        if key in nonnegative:
-            wrong[rows[p], 1] += (piece < 0).any()
-    for row, is_negative in collectives.sum(wrong, leaves).nonzero().tolist():
-        got = "a negative second moment or count" if is_negative else "NaN or infinity"
-        raise ValueError(
-            f"got {got} in the state of {dict(labelled)[leaves[row]]}, expected finite "
-            "numbers, of these from zero up: load an earlier checkpoint, or only the "
-            "model"
-        )

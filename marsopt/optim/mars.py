@@ -14,8 +14,8 @@ from marsopt.functional.options import PartOptions
 from marsopt.functional.routing import all_hyperparameters, check_taken
 from marsopt.optim.base import BoundOptimizer
 from marsopt.optim.groups import constructor_values
-from marsopt.optim.restart import restart
 from marsopt.optim.statistics import LastStep, Statistics
+from marsopt.optim.summary import summary
 from marsopt.rules import checks
 from marsopt.rules.checks import Number, Weight
 from marsopt.rules.dtypes import without_autocast
@@ -23,9 +23,9 @@ from marsopt.rules.hyperparameters import check_names
 from marsopt.rules.matrices import Kind
 from marsopt.rules.registry import RuleName
 from marsopt.step.compiling import named_range
+from marsopt.step.decide import global_clip_of
 from marsopt.step.owners import LOCAL, Collectives, check_collectives
-from marsopt.step.step import advance, assess
-from marsopt.step.tables import global_clip_of
+from marsopt.step.step import step
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +40,22 @@ class MARS(BoundOptimizer):
     means the rule's default, which docs/fidelity.md lists; the authors' four names have
     the authors' values.
 
-    **One rule for each param group**: a given group of both kinds becomes two, its
-    matrices and its other tensors. The learning rate of a tensor is ``group["lr"] *
-    group["lr_ratio"]``, where the ratio of the other tensors is lr_1d / lr: schedules
-    write ``lr`` into every group. A group may give every hyperparameter, as in
-    torch.optim, but for the whole optimizer's: ``is_approx``, ``correction``,
-    ``max_norm``, Newton-Schulz (``ns_...``) and dtypes. Its lr, betas and weight_decay
-    hold for everything in it, unless it gives ``lr_1d``, ``betas_1d`` or
-    ``weight_decay_1d`` too, which it does not keep as keys. Values in a group are
-    numbers, bools, strings, None, tensors, or tuples of these, and may change between
-    steps. A change of the rule that moves a tensor (``mars_type``, ``matrices``), and
-    of ``clip`` to or from None, restarts the state that the two rules do not share, and
-    AdamW's as a whole if it has no second moment yet.
+    With named parameters, one line of ``logging`` (INFO) says which rule has which
+    matrices, as ``print(optimizer)`` does.
+
+    **A param group stays the dict that is given.** The learning rate of its matrices is
+    ``group["lr"] * group["lr_ratio"]``. Other tensors take ``lr_1d_ratio`` of that,
+    ``betas_1d``, ``weight_decay_1d`` and ``nesterov_1d``, where the group has these
+    keys: it gets them when it is added, if it has such tensors and their numbers
+    differ. Schedules write ``lr`` into every group. A group may give every
+    hyperparameter, as in torch.optim, but for the whole optimizer's: ``is_approx``,
+    ``correction``, ``max_norm``, Newton-Schulz (``ns_...``) and dtypes. Its lr, betas
+    and weight_decay hold for everything in it, unless it gives ``lr_1d``, ``betas_1d``
+    or ``weight_decay_1d`` too. Values in a group are numbers, bools, strings, None,
+    tensors, or tuples of these, and may change between steps. A change of the rule of a
+    tensor (``mars_type``, ``matrices``), and of ``clip`` to or from None, restarts the
+    state that the two rules do not share, and AdamW's as a whole if it has no second
+    moment yet.
 
     Args:
         params: tensors, (name, tensor) pairs or param groups. Real floating point,
@@ -164,11 +168,14 @@ class MARS(BoundOptimizer):
         nonfinite: Literal["skip", "raise"] = "skip",
         **options: Unpack[PartOptions],
     ) -> None:
+        if isinstance(lr, str):
+            raise TypeError(f"got lr={lr!r}, expected a number: pass mars_type={lr!r}")
         checks.one_of(("skip", "raise"))("nonfinite", nonfinite)
         checks.none_or(checks.true_or_false)("compile", compile)
         check_collectives(collectives)
         checks.positive_or_none("max_norm", max_norm)
-        known = all_hyperparameters().keys() - {"lr_ratio"}  # of param groups
+        # ratios are of param groups
+        known = all_hyperparameters().keys() - {"lr_ratio", "lr_1d_ratio"}
         check_names(options, known, "marsopt.MARS")
         arguments: dict[str, Any] = dict(
             lr=lr,
@@ -205,6 +212,10 @@ class MARS(BoundOptimizer):
         super().__init__(params, values.defaults, whole)
         types = [group["mars_type"] for group in self.param_groups]
         check_taken(types, correction)
+        are_named = any("param_names" in group for group in self.param_groups)
+        if are_named and log.isEnabledFor(logging.INFO):  # rates may be on a device
+            lines = summary(self.param_groups, self._options)
+            log.info("marsopt.MARS: %s", "; ".join(lines))
 
     # ---- the step ------------------------------------------------------------------
 
@@ -254,24 +265,28 @@ class MARS(BoundOptimizer):
         if self._next_grads.is_used:
             self._next_grads.check_may_step()
         with named_range("marsopt: gather"):
-            groups, grads, has_grad = binding.gather()
+            grads, has_grad = binding.gather()
         if isinstance(bound := self._options["max_norm"], Tensor):
             assert self._max_norm is not None
             self._max_norm.copy_(bound)
-        runner = self._make_runner()
-        shared: Any = dict(collectives=binding.collectives, runner=runner)
-        sums, decision = assess(
-            groups, grads, max_norm=self._max_norm, has_grad=has_grad, **shared
+        outcome = step(
+            binding.groups,
+            binding.exchanges,
+            grads,
+            max_norm=self._max_norm,
+            collectives=binding.collectives,
+            runner=self._make_runner(),
+            has_grad=has_grad,
         )
-        advance(groups, grads, decision, **shared)
+        decision = outcome.decision
         with named_range("marsopt: scatter"):
-            binding.count(decision, self._skipped)
+            binding.scatter(grads, decision, self._skipped)
         if self._next_grads.is_used:
             self._next_grads.note_step()
         self._grad_norm = decision.grad_norm
-        self._last = LastStep(groups, sums, decision.ok)
+        self._last = LastStep(binding.groups, outcome.sums, decision.ok)
         if self._options["nonfinite"] == "raise" and not decision.finite:
-            raise FloatingPointError(binding.describe_nonfinite(sums))
+            raise FloatingPointError(binding.describe_nonfinite(outcome.sums))
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -370,37 +385,3 @@ class MARS(BoundOptimizer):
         binding = self._fitting()
         self._next_grads.check_may_hand_over()
         self._next_grads.hand_over(binding)
-
-    # ---- a new phase ---------------------------------------------------------------
-
-    @torch.inference_mode(False)  # else later steps could not write the tensors
-    @torch.no_grad()
-    @without_autocast
-    def reset_momentum(self) -> None:
-        """Forget all gradients, for a phase with other data, a pruned model or a run
-        that is resumed: later steps equal, bit for bit, a new optimizer's over the
-        present weights and groups. Nothing compiles again. All ranks call it.
-
-        Every average begins again with the count that debiases it: averages beside a
-        count or a second moment of other steps would make steps of a wrong size. Of
-        ``optimizer.state[p]`` are set
-
-        - to 0: ``step``; the averages ``exp_avg``, ``momentum_buffer``, ``grad_avg``,
-          ``exp_avg_sq``, ``max_exp_avg_sq``, ``row_exp_avg_sq``; SOAP's
-          ``exp_avg_in_basis``, ``exp_avg_sq_in_basis``, ``num_grads``, ``row_factor``
-          and ``col_factor``; the gradient ``last_grad``;
-        - to the identity: SOAP's ``row_basis`` and ``col_basis``.
-
-        Weights stay. Learning rates, ``num_skipped`` and keys of your own stay too;
-        SOAP's ``stage_count`` is 0. With ``log_time``, t begins at 1. Exact MARS goes
-        on with ``update_previous_grad()``. One line in the log (INFO) lists the keys.
-        """
-        binding = self._fitting()
-        self._next_grads.restart(is_fresh=False)
-        keys = restart(binding.members, self.state, self.param_groups)
-        texts = [f"{', '.join(names)} to {start}" for start, names in keys.items()]
-        log.info(
-            "marsopt: reset_momentum set %s for %d parameters",
-            "; ".join(texts),
-            len(binding.params),
-        )

@@ -1,154 +1,151 @@
-"""The numbers of param groups: read on the host every step, and sent to the device if
-one has changed, as one table (G, K) a formula, so that nothing recompiles.
+"""The numbers of param groups: read from the groups on the host in every step, and sent
+to the device if one has changed, as one table (G, K) a formula, so that nothing
+recompiles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from marsopt.functional.routing import algorithm_of
-from marsopt.optim.groups import (
-    check_direction,
-    group_table,
-    learning_rate,
-    structure,
-)
+from marsopt.optim.groups import OF_REST, group_table, values_of
 from marsopt.rules import checks
-from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.checks import Number
-from marsopt.rules.hyperparameters import (
-    check_values,
-    dynamic,
-    numbers_of,
-    rejoined,
-    with_numbers,
-)
-from marsopt.step.tables import scalar_dtype
+from marsopt.rules.dtypes import scalar_dtype
+from marsopt.rules.hyperparameters import beta_of
 
-SCALARS = frozenset({float, int, type(None)})  # one that is the same object is equal
+LR = ("lr", "lr_ratio", "lr_1d_ratio")  # keys whose product is a learning rate
 
 
-class GroupValues:
-    """The numbers of one param group, and its algorithm, which tells the structure: its
-    numbers are not refreshed.
+class Row:
+    """The numbers of a param group's matrices, or of its other tensors: a row of their
+    formula's table, read from the group itself.
 
     Args:
-        group: a param group.
+        group: a param group, with all hyperparameters.
+        is_matrix: whether it is the row of matrices.
         options: the constructor's options.
-        device: of the parameters that take part in steps; None = the CPU.
+
+    Raises:
+        ValueError: a hyperparameter out of its range.
     """
 
     def __init__(
-        self,
-        group: dict[str, Any],
-        options: Mapping[str, Any],
-        device: torch.device | None = None,
+        self, group: Mapping[str, Any], is_matrix: bool, options: Mapping[str, Any]
     ) -> None:
-        self._options = options
-        self._structure = structure(group, options)
-        self._device = torch.device("cpu") if device is None else device
-        self._seen: dict[str, Any] = {}
-        self._numbers = {
-            name: line
-            for name, line in group_table(group, options).items()
-            if line.is_number and not line.is_whole
+        table = group_table(group, options)
+        self.group, values = group, values_of(group, is_matrix)
+        algorithm = algorithm_of({**options, **values})
+        self.algorithm = algorithm.formula
+        is_of_rule = values["mars_type"] == group["mars_type"]
+        # of each column but lr: the key of the group and the place there; else a value
+        self._sources: list[tuple[str, int | None] | Number] = []
+        defaults = algorithm.defaults(0.0, None)
+        for (name, place), default in zip(algorithm.columns, defaults, strict=True):
+            key = name
+            if (beta := beta_of(algorithm.preconditioner, name)) is not None:
+                key, place = "betas", beta
+            if not is_matrix and group.get(f"{key}_1d") is not None:
+                key = f"{key}_1d"
+            elif group.get(key) is None or (key == "nesterov" and not is_of_rule):
+                self._sources.append(default)
+                continue
+            self._sources.append((key, place))
+        del self._sources[0]  # of lr
+        # Numbers that the formula does not read are checked, too.
+        self._lines = {
+            key: line
+            for key, line in table.items()
+            if line.is_number and key in group and not (is_matrix and key in OF_REST)
         }
-        present = {n: v for n, v in self._plain(group).items() if v is not None}
-        check_values(self._numbers, {n: present.get(n) for n in self._numbers})
-        numbers = dynamic([*present.values()])
-        # by their offsets in one tensor, the columns of the table are known by name
-        cells = torch.zeros(
-            len(numbers), dtype=scalar_dtype(self._device), device=self._device
-        )
-        for cell, number in zip(cells.unbind(), numbers, strict=True):
-            put(cell, number)  # before they are checked
-        rest = iter(cells.unbind())
-        by_name = {name: rejoined(value, rest) for name, value in present.items()}
-        self.algorithm = algorithm_of({**options, **group, **by_name})
-        columns = [by_name["lr"], by_name["gamma"], *numbers_of(self.algorithm)]
-        # the place of each among the group's numbers; a default that no group has as a
-        # key stands for itself
-        self._columns = [
-            int(c.storage_offset()) if isinstance(c, Tensor) else float(c)
-            for c in columns
+        # The formula depends on the keys, on values that are no numbers, and on None,
+        # True or False in the place of a number.
+        own = {key: line for key, line in table.items() if key in group}
+        of_structure = [key for key, line in own.items() if not line.is_number]
+        self._num_values = len(of_structure)
+        self._of_form = [*of_structure, *(k for k in own if k not in of_structure)]
+        self._names, self._form = set(group), self._present_form()
+        self._seen: list[Any] = [...] * len(self._lines)
+        self._plain: dict[str, Any] = {}
+        self.numbers: list[Number] = []
+        self.refresh()
+
+    def _present_form(self) -> list[Any]:
+        values = list(map(self.group.get, self._of_form))
+        numbers = values[self._num_values :]
+        values[self._num_values :] = [
+            v if v is None or v is True or v is False else float for v in numbers
         ]
-        self.refresh(group)
+        return values
 
-    def fits(self, group: dict[str, Any], device: torch.device | None) -> bool:
-        """Return whether these are still the hyperparameters of a group."""
-        is_same = structure(group, self._options) == self._structure
-        return is_same and device in (None, self._device)
+    def fits(self) -> bool:
+        """Return whether the group has the keys, and the formula, of before."""
+        try:
+            is_same_form = self._present_form() == self._form
+        except (ValueError, RuntimeError):  # an array or tensor is neither true nor not
+            return False
+        return is_same_form and self.group.keys() == self._names
 
-    def refresh(self, group: Mapping[str, Any]) -> bool:
-        """Take over the changes of a group, which they fit, since the last call; return
-        whether there may be any. Tensors count as changed: reading them would sync.
+    def refresh(self) -> bool:
+        """Take over the group's changes since the last call; return whether there may
+        be any. Tensors, lists and arrays count as changed: they may change in place,
+        and reading a tensor would sync.
 
         Raises:
             ValueError: a value out of its range.
         """
-        check_direction(group)
-        latest, previous = self._plain(group), self._seen
-        changed = [
-            name
-            for name, value in latest.items()
-            if not (type(value) in SCALARS and value is previous.get(name, ...))
-            and (
-                _holds_tensor(value)  # no device is asked
-                or _holds_tensor(before := previous.get(name, ...))
-                or before != value
-            )
-        ]
-        if not changed:
+        group = self.group
+        latest = [group.get(key) for key in self._lines]
+        if all(map(is_, latest, self._seen)) and not any(map(_is_mutable, latest)):
             return False
-        new = {
-            n: latest[n]
-            for n in changed
-            if self._seen.get(n, ...) is not latest[n] or checks.can_read(latest[n])
-        }
-        check_values(self._numbers, new)
-        self._rate = learning_rate(latest["lr"], latest["lr_ratio"])
+        items = self._lines.items()
+        for (key, line), value, seen in zip(items, latest, self._seen, strict=True):
+            self._plain[key] = value = line.plain(value)
+            if value is seen and not checks.can_read(value):
+                continue
+            if line.check and not (value is None and line.is_optional):
+                line.check(key, value)
+        rate: Number = 1.0
+        for key in LR:
+            if (factor := self._plain.get(key)) is not None:
+                rate = rate * factor
+        checks.at_least_zero("lr * lr_ratio", rate)
+        self.numbers = [rate]
+        for source in self._sources:
+            if isinstance(source, tuple):
+                key, place = source
+                value = self._plain[key]
+                self.numbers.append(value if place is None else value[place])
+            else:
+                self.numbers.append(source)
         self._seen = latest
         return True
 
-    @property
-    def row(self) -> list[Number]:
-        """The numbers as the table has them: lr, gamma, and the algorithm's."""
-        numbers = self._seen | {"lr": self._rate}
-        values = dynamic([v for v in numbers.values() if v is not None])
-        return [c if isinstance(c, float) else values[c] for c in self._columns]
 
-    def _plain(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a group's numbers as Python and torch write them."""
-        numbers = {name: group.get(name) for name in self._numbers}
-        for name, value in numbers.items():
-            if type(value) is not float and value is not self._seen.get(name):
-                numbers[name] = self._numbers[name].plain(value)
-        return numbers
+def _is_mutable(value: Any) -> bool:
+    """Return whether a value may change in place."""
+    if isinstance(value, tuple):
+        return any(map(_is_mutable, value))
+    return not isinstance(value, checks.PLAIN)
 
 
-class FormulaValues:
-    """The numbers of G param groups of one formula, on the device.
+class Table:
+    """The numbers of G rows of one formula, on the device.
 
     Args:
-        groups: of the numbers.
+        rows: of the numbers.
         device: of the parameters.
     """
 
-    def __init__(self, groups: Sequence[GroupValues], device: torch.device) -> None:
-        self._groups = groups
-        num = len(groups[0].row)
-        self.values = torch.zeros(
-            len(groups), num, dtype=scalar_dtype(device), device=device
-        )
-        # of each group: its numbers are views of the table
-        self.algorithms: list[Algorithm] = [
-            with_numbers(group.algorithm, iter(row[2:].unbind()))
-            for group, row in zip(groups, self.values.unbind(), strict=True)
-        ]
+    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
+        self.rows = rows
+        shape = len(rows), len(rows[0].numbers)
+        self.values = torch.zeros(shape, dtype=scalar_dtype(device), device=device)
         self.send()
 
     def send(self) -> None:
@@ -158,8 +155,7 @@ class FormulaValues:
             RuntimeError: a CUDA graph captures the step, and a number is a tensor on
                 the host.
         """
-        rows = [group.row for group in self._groups]
-        device = self.values.device
+        rows, device = [row.numbers for row in self.rows], self.values.device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             for row, numbers in zip(self.values.unbind(), rows, strict=True):
                 for cell, number in zip(row.unbind(), numbers, strict=True):
@@ -172,11 +168,6 @@ class FormulaValues:
             for column, number in enumerate(numbers):
                 if isinstance(number, Tensor):
                     put(row[column], number)
-
-
-def _holds_tensor(value: Any) -> bool:
-    values = value if isinstance(value, tuple) else (value,)
-    return any(isinstance(v, Tensor) for v in values)
 
 
 def put(cell: Tensor, value: Number) -> None:

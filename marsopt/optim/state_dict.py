@@ -15,11 +15,9 @@ from torch import Tensor
 from marsopt.functional.trees import plain_names
 from marsopt.optim.loading import (
     SOURCE,
-    Item,
     check_is_of_optimizer,
     check_kind,
     check_shapes,
-    check_values,
 )
 from marsopt.rules.correction import H
 from marsopt.rules.registry import STATE_KEYS
@@ -27,8 +25,8 @@ from marsopt.step.owners import Collectives
 
 log = logging.getLogger(__name__)
 
-# The steps that a group has taken, if its preconditioner has stages: the host's count,
-# saved with the group, so that a resumed run keeps its rhythm.
+# The steps that a parameter has seen, if its preconditioner has stages: a count on the
+# CPU, saved with the state, so that a resumed run keeps its rhythm.
 STAGE_COUNT = "stage_count"
 State = MutableMapping[Tensor, dict[str, Any]]  # ``optimizer.state``
 
@@ -42,7 +40,7 @@ def entry_of_mars(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _is_of_mars(key: str) -> bool:
-    return key == "step" or key in STATE_KEYS
+    return key in ("step", STAGE_COUNT) or key in STATE_KEYS
 
 
 def check_ids(
@@ -80,10 +78,14 @@ def in_order_of_names(
     groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]
 ) -> dict[str, Any]:
     """Return ``saved`` with its parameters in the order of ``groups``, if both name the
-    same parameters, with wrappers or without; else ``saved``, which goes by position.
+    same parameters, with wrappers or without; else ``saved``, which goes by position,
+    as it does if a parameter was appended to a group later, without a name.
     """
     saved_groups = saved["param_groups"]
-    if not all("param_names" in group for group in (*groups, *saved_groups)):
+    if not all(
+        "param_names" in group and len(group["param_names"]) == len(group["params"])
+        for group in (*groups, *saved_groups)
+    ):
         return saved
     names, saved_names = (
         plain_names(name for group in each for name in group["param_names"])
@@ -123,7 +125,6 @@ def to_restore(
     state: State,
     labelled: Sequence[tuple[Tensor, str]],
     saved: Mapping[str, Any],
-    leaves: Sequence[Tensor],
     collectives: Collectives,
 ) -> list[tuple[Tensor, Any]]:
     """Return the tensors of ``state`` with their values in ``saved``, to be copied in
@@ -134,10 +135,9 @@ def to_restore(
     One line in the log (INFO) says how many tensors restart.
 
     Raises:
-        ValueError: a tensor is missing, has another shape, or a value that no step
-            leaves there.
+        ValueError: a tensor is missing, or has another shape.
     """
-    pairs, items, num_fresh = list[tuple[Tensor, Any]](), list[Item](), 0
+    pairs, num_restored, num_fresh = list[tuple[Tensor, Any]](), 0, 0
     source = saved.get(SOURCE)
     # another library keeps no gradient of MARS's, and may count no steps
     free = frozenset({"step", H.key} if source else ())
@@ -148,18 +148,16 @@ def to_restore(
             continue  # ``under_loaded`` has restarted it
         fresh = _restarted(entry, present, label, free)
         num_fresh += len(fresh)
-        pairs += [(present[key], 0.0) for key in sorted(fresh)]
         kept = {key: t for key, t in present.items() if key not in fresh}
+        num_restored += len(kept)
         check_shapes(entry, kept, label, collectives)
-        items += [Item(p, key, t, entry[key]) for key, t in kept.items()]
-    check_values(items, labelled, leaves, collectives)
+        pairs += [(t, entry.get(key, 0.0)) for key, t in present.items()]
     log.info(
         "marsopt: load_state_dict restored %d tensors, and restarted %d%s",
-        len(items),
+        num_restored,
         num_fresh,
         "" if source is None else f"; {source}",
     )
-    pairs += [(item.tensor, item.value) for item in items]
     return [(t, value) for t, value in pairs if value is not t]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from marsopt.optim.binding import BoundFormula
 from marsopt.rules.checks import Number
-from marsopt.step.tables import clip_factors
+from marsopt.step.decide import clip_factors
 
 
 class Statistics(NamedTuple):
@@ -52,7 +52,8 @@ class LastStep(NamedTuple):
             for group, ok in zip(self.groups, self.ok, strict=True)
         ]
         sums, global_clip, clips = clip_factors(inputs, self.sums, max_norm)
-        nums = [leaf.parts.num_norms for group in self.groups for leaf in group.leaves]
+        leaves = [leaf for group in self.groups for leaf in group.leaves]
+        nums = [num for leaf in leaves for num in leaf.num_norms]
         squares = [part.sum() for part in sums[:, 0].split(nums)]
         clip = [part.amin() for part in torch.cat(clips).split(nums)]
         names = _names(groups)
@@ -66,12 +67,8 @@ class LastStep(NamedTuple):
 
 def _names(groups: Sequence[Mapping[str, Any]]) -> dict[Tensor, str]:
     return {
-        p: name
+        p: names[i] if i < len(names) else f"group{number}.{i}"
         for number, group in enumerate(groups)
-        for p, name in zip(
-            group["params"],
-            group.get("param_names")
-            or [f"group{number}.{i}" for i in range(len(group["params"]))],
-            strict=True,
-        )
+        for names in [group.get("param_names", ())]
+        for i, p in enumerate(group["params"])
     }

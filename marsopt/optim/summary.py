@@ -4,45 +4,54 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from marsopt.optim.groups import label
+from marsopt.optim.groups import kinds_of, label, values_of
 from marsopt.rules.registry import named
 
 
+@torch.no_grad()  # a learning rate may be a tensor that requires a gradient
 def summary(
     groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
 ) -> list[str]:
     """Return a line for each rule, the constructor's matrix rule first: its matrices,
     parameters and learning rates; then lines for options of the whole optimizer. Beside
-    a matrix rule the other rules name their matrices, with * for a number.
+    a matrix rule the other rules name their matrices: with * for a number, if no other
+    rule has a matrix of this name.
 
     Args:
         groups: param groups.
         options: the constructor's options.
     """
-    own_rule = options["inherited"]["mars_type"]
-    rules = [group["mars_type"] for group in groups]
+    parts = list(_parts(groups))
+    rules = [part.rule for part in parts]
     is_corrected = any(named(rule).is_mars for rule in rules)
-    if named(own_rule).matrix_only:  # which may move nothing
+    own_rule = options["inherited"]["mars_type"]
+    if named(own_rule).matrix_only:  # which may update nothing
         rules = [own_rule, *rules]
     rules = list(dict.fromkeys(rules))
     has_matrix_rule = any(named(rule).matrix_only for rule in rules)
+    rules_of: dict[str, set[str]] = {}  # by the starred name
+    for part in parts:
+        for name in _matrices(part.trained):
+            rules_of.setdefault(_starred(name), set()).add(part.rule)
     lines = []
     for rule in rules:
-        own = [n for n, group in enumerate(groups) if group["mars_type"] == rule]
-        trained = [each for n in own for each in _trained(groups, n)]
-        names = [name for name, p in trained if p.numel() > max(p.shape, default=1)]
-        shown = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", n) for n in names)
+        own = [part for part in parts if part.rule == rule]
+        names = [name for part in own for name in _matrices(part.trained)]
+        stars = ((name, _starred(name)) for name in names)
+        shown = dict.fromkeys(s if len(rules_of[s]) == 1 else n for n, s in stars)
         is_listed = names and has_matrix_rule and not named(rule).matrix_only
         listed = f" ({', '.join(shown)})" if is_listed else ""
-        rates = {float(groups[n]["lr"] * groups[n]["lr_ratio"]) for n in own}
+        rates = sorted({part.rate for part in own})
         lines.append(
             f"{rule}: {len(names)} matrices{listed}, "
-            f"{sum(p.numel() for _, p in trained)} parameters"
-            + (f", lr {' and '.join(f'{r:.3g}' for r in sorted(rates))}" if own else "")
+            f"{sum(sum(map(Tensor.numel, part.trained.values())) for part in own)} "
+            "parameters"
+            + (f", lr {' and '.join(f'{r:.3g}' for r in rates)}" if own else "")
         )
     frozen = [p for g in groups for p in g["params"] if not p.requires_grad]
     num_frozen = sum(p.numel() for p in frozen)
@@ -55,11 +64,33 @@ def summary(
     ]
 
 
-def _trained(
-    groups: Sequence[Mapping[str, Any]], number: int
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of a group that require a gradient."""
-    for i, p in enumerate(groups[number]["params"]):
-        if p.requires_grad:
-            text = label(groups, number, i)
-            yield text.removeprefix("parameter '").removesuffix("'"), p
+def _starred(name: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _matrices(params: Mapping[str, Tensor]) -> list[str]:
+    return [n for n, p in params.items() if p.numel() > max(p.shape, default=1)]
+
+
+class Part(NamedTuple):
+    """The tensors of a group that one rule updates."""
+
+    rule: str
+    rate: float
+    trained: dict[str, Tensor]  # that require a gradient, by name
+
+
+def _parts(groups: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
+    """Yield the matrices and the other tensors of each group, if there are any."""
+    for number, group in enumerate(groups):
+        kinds = kinds_of(group)
+        for is_matrix in (True, False):
+            if is_matrix not in kinds:
+                continue
+            values, trained = values_of(group, is_matrix), {}
+            for i, (p, kind) in enumerate(zip(group["params"], kinds, strict=True)):
+                if kind == is_matrix and p.requires_grad:
+                    text = label(groups, number, i)
+                    trained[text.removeprefix("parameter '").removesuffix("'")] = p
+            rate = float(values["lr"] * values["lr_ratio"])
+            yield Part(values["mars_type"], rate, trained)

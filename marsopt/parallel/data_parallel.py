@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, cast
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.profiler import record_function
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
-from marsopt.parallel.agreement import check_equal
-from marsopt.parallel.exchange import Gather, TensorSpec
-from marsopt.parallel.planner import Plan, assign_buckets
-from marsopt.parallel.shard_group import widest
-from marsopt.rules.preconditioner import MatrixCost, MatrixOutput
+from marsopt.parallel.exchange import all_reduce, share
+from marsopt.parallel.mesh import over_meshes
+from marsopt.parallel.planner import Members, check_equal, plan
+from marsopt.rules.preconditioner import MatrixOutput
 from marsopt.step.owners import (
+    Collectives,
     LocalCollectives,
     Request,
-    Tensors,
     batches_of,
     joined,
     precondition_leaves,
     precondition_matrices,
 )
-
-Shapes = tuple[tuple[int, ...], ...]
 
 
 class DataParallel(LocalCollectives):
@@ -73,6 +71,7 @@ class DataParallel(LocalCollectives):
                 "parameters: call torch.distributed.init_process_group() before"
             )
         self._group = group
+        self._plans: dict[Hashable, list[Members]] = {}  # by cost and shapes
 
     def __reduce__(self) -> str:
         raise TypeError(
@@ -89,75 +88,85 @@ class DataParallel(LocalCollectives):
     def agree(
         self, values: Mapping[str, object], params: Sequence[tuple[Tensor, str]]
     ) -> None:
-        """Raise unless all ranks have equal ``values``, and equal bits in ``params``:
-        results of a rank would else be written into other parameters.
+        """Raise unless all ranks have equal ``values``, and equal bits in ``params``
+        and in their gradients: results of a rank would else be written into other
+        parameters, or replace the step of another gradient.
 
         Raises:
             RuntimeError: on every rank, if they differ.
         """
-        trained = [(p.detach(), name) for p, name in params if p.requires_grad]
-        if trained:
-            sums = torch.stack([_sum_of_bits(p) for p, _ in trained])
-            names = (f"the sum of the bits of {name}" for _, name in trained)
-            bits = dict(zip(names, sums.tolist(), strict=True))
-            check_equal({**values, **bits}, [self._group], sums.device.type)
+        held = dict[str, Tensor]()
+        for p, name in params:
+            if p.requires_grad:
+                held[f"the sum of the bits of {name}"] = p.detach()
+                if p.grad is not None and p.grad.layout == torch.strided:
+                    held[f"the sum of the bits of the gradient of {name}"] = p.grad
+        sums = [_sum_of_bits(x) for x in held.values()]
+        bits = torch.stack(sums).tolist() if sums else []
+        devices = [x.device.type for x in sums] + [p.device.type for p, _ in params]
+        # a rank that trains nothing takes part: the all-reduce waits for it
+        named = zip(held, bits, strict=True)
+        check_equal({**values, **dict(named)}, [self._group], devices[0])
+
+    def sum(self, partial: Tensor, leaves: Sequence[Tensor]) -> Tensor:
+        """Return the first rank's numbers, or NaN if any rank has a number that is not
+        finite: a step is skipped by all ranks, which share results, or by none.
+        """
+        shape, is_first = (len(partial), 1), self._group.rank() == 0
+        contributes = torch.full(shape, is_first, device=partial.device)
+        return all_reduce(partial, contributes, self._group)
 
     def on_owners(self, requests: Sequence[Request]) -> list[MatrixOutput]:
         """Precondition this rank's share of the matrices, and gather the results of all
-        ranks. All take a result as its owner has sent it, so that ranks stay equal.
+        ranks.
         """
         if self._group.size() == 1 or any(r.input.is_outweighed for r in requests):
             return precondition_leaves(requests)
         by_leaf = [[*_single(request)] for request in requests]
         singles = [single for leaf in by_leaf for single in leaf]
-        rest = iter(self._gathered(singles) if singles else [])
+        found = self._shared(singles) if singles else {}
+        rest = (found[i] for i in range(len(singles)))
         return [
             joined(request, [next(rest) for _ in leaf])
             for request, leaf in zip(requests, by_leaf, strict=True)
         ]
 
-    def _gathered(self, requests: Sequence[Request]) -> list[MatrixOutput]:
-        """Return the owners' results for requests of one matrix each."""
-        first = requests[0].input.matrix
-        cost = requests[0].preconditioner.cost.on(first.device.type)
-        words, rank = cost.returned(widest(requests)), self._group.rank()
-        shapes = tuple(tuple(r.input.matrix.shape) for r in requests)
-        exchanges = planned(cost, shapes, self._group.size())
-        like = first.new_empty(0, dtype=words)
-        arriving: list[Gather] = []
-        for owned in exchanges:
-            mine, sent = [requests[i] for i in owned[rank]], list[Tensor]()
-            with record_function("marsopt: whole matrices at their owner"):
-                results = precondition_matrices(mine)
-            for request, result in zip(mine, results, strict=True):
-                # None: the step has written into the buffers
-                new = request.input.owned if result.owned is None else result.owned
-                tensors = result.matrix, *cast(Tensors, new)
-                pairs = zip(tensors, _specs(request, words), strict=True)
-                sent += [x.to(spec.dtype) for x, spec in pairs]
-            specs = [
-                [x for i in part for x in _specs(requests[i], words)] for part in owned
-            ]
-            with record_function("marsopt: exchange"):
-                arriving.append(Gather(sent, specs, like, self._group))
-        found: dict[int, MatrixOutput] = {}
-        for owned in exchanges:
-            for part, arrived in zip(owned, arriving.pop(0).wait(), strict=True):
-                rest = iter(arrived)
-                for i in part:
-                    matrix = next(rest).to(requests[i].factor_dtype)
-                    buffers = tuple(next(rest) for _ in requests[i].input.owned)
-                    found[i] = requests[i].kept(MatrixOutput(matrix, buffers))
-        return [found[i] for i in range(len(requests))]
+    def _shared(self, requests: Sequence[Request]) -> dict[int, MatrixOutput]:
+        """Return the results of all ranks for requests of one matrix each."""
+        cost, first = requests[0].preconditioner.cost, requests[0].input.matrix
+        cost = cost.on(first.device.type)
+        shapes = [request.input.matrix.shape for request in requests]
+        key = cost, *shapes
+        if key not in self._plans:
+            sent = cost.returned().itemsize
+            self._plans[key] = plan(cost, shapes, self._group.size(), sent)
+        buckets = self._plans[key]
+
+        def results() -> Iterator[dict[int, MatrixOutput]]:
+            for bucket in buckets:
+                here = bucket[self._group.rank()]
+                with record_function("marsopt: whole matrices at their owner"):
+                    outputs = precondition_matrices([requests[i] for i in here])
+                yield dict(zip(here, outputs, strict=True))
+
+        each = results()
+        return share(requests, buckets, each, cost, self._group, with_buffers=True)
 
 
-@lru_cache
-def planned(cost: MatrixCost, shapes: Shapes, num_ranks: int) -> list[list[list[int]]]:
-    """Return the matrices that each rank owns, bucket by bucket."""
-    nbytes = cost.returned().itemsize * sum(rows * cols for rows, cols in shapes)
-    flops = [cost.num_flops(rows, cols) for rows, cols in shapes]
-    owners, buckets = assign_buckets(flops, num_ranks, None, nbytes)
-    return Plan(num_ranks, 1, tuple(owners), tuple(buckets)).exchanges(0)
+def collectives_of(model: nn.Module) -> Collectives:
+    """Return the collectives for a step of ``model``: over its mesh (FSDP2, HSDP, TP),
+    over the ranks of DistributedDataParallel, or LOCAL if it has neither.
+
+    After a forward pass without a backward pass FSDP's root holds its parameters whole.
+    This makes them shards again, as an optimizer needs them.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    called = getattr(model, "_orig_mod", model)  # of torch.compile
+    if isinstance(called, DistributedDataParallel):
+        return DataParallel(called.process_group)
+    return over_meshes(model.parameters())
 
 
 def _single(request: Request) -> Iterator[Request]:
@@ -172,16 +181,16 @@ def _single(request: Request) -> Iterator[Request]:
             )
 
 
-def _specs(request: Request, words: torch.dtype) -> list[TensorSpec]:
-    """Return the shapes and dtypes of a matrix's result as it travels."""
-    specs = [TensorSpec(request.input.matrix.shape, words)]
-    for buffer in request.input.owned:
-        wide = torch.promote_types(buffer.dtype, words)
-        specs.append(TensorSpec(buffer.shape, wide))
-    return specs
-
-
 def _sum_of_bits(x: Tensor) -> Tensor:
-    """Return a sum that is equal for equal values whatever the order of additions."""
-    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return x.view(words[x.itemsize]).sum(dtype=torch.int64)
+    """Return the sum of each element's bits times its number, from 1: integers, so that
+    the order of additions does not matter.
+    """
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = x.view(words[x.itemsize])
+    total, stride = bits.sum(dtype=torch.int64), 1
+    for dim in reversed(range(x.ndim)):  # sums along all other dims: no large temporary
+        others = [other for other in range(x.ndim) if other != dim]
+        sums = bits.sum(others, dtype=torch.int64) if others else bits
+        total += (sums * torch.arange(len(sums), device=x.device)).sum() * stride
+        stride *= len(sums)
+    return total

@@ -1,229 +1,196 @@
-"""After cut: which rank owns which matrix, decided once and equally on every rank."""
+"""Decided once and equally on every rank: which rank owns which matrix, and which
+all-reduces complete the norms.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from heapq import heapreplace
-from math import ceil, prod
-from typing import Literal
+from itertools import zip_longest
+from math import ceil
+from typing import NamedTuple
 
-from marsopt.parallel.placement import shard_sizes
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
+
+from marsopt.parallel.layout import Placement, groups_of
 from marsopt.rules.preconditioner import MatrixCost
 
-Strategy = Literal["auto", "owner", "replicate"]
-STRATEGIES: tuple[Strategy, ...] = ("auto", "owner", "replicate")
 BUCKET = 2**25  # bytes that a rank sends to owners in one exchange, about
 
+Members = list[list[int]]  # the numbers of the matrices of each owner
 
-@dataclass(frozen=True)
-class Machine:
-    """The speeds that the model of time assumes.
-
-    Args:
-        link: bytes a second that one rank sends.
-        flops: of products in half precision, a second.
-        flops_fp32: of products in float32, as in SOAP.
-    """
-
-    link: float = 50e9
-    flops: float = 400e12
-    flops_fp32: float = 50e12
+# ---- do all ranks mean the same? -----------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A matrix that one mesh axis cuts along ``dim``.
+def check_equal(
+    values: Mapping[str, object], groups: Sequence[dist.ProcessGroup], device: str
+) -> None:
+    """Raise unless values have equal texts on all ranks that ``groups`` together span.
+    A collective.
 
     Args:
-        rows, cols: of the whole matrix.
-        dim: 0 if rows are cut, 1 if columns are.
-        lengths: of the pieces along ``dim``, rank by rank; None = as Shard cuts. If a
-            parameter has several matrices, each may begin and end on any rank.
+        values: by their names in errors.
+        groups: of ranks; of a mesh, a group for each axis.
+        device: that carries tensors of the groups.
+
+    Raises:
+        RuntimeError: on every rank, if they differ, with the first difference.
     """
+    texts = tuple(f"{name}={value}" for name, value in values.items())
+    sha256 = hashlib.sha256(repr(texts).encode()).digest()
+    digest = int.from_bytes(sha256[:6], "big")
+    ends = torch.tensor([digest, -digest], device=device)
+    for group in groups:  # so that no rank waits for ever
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    if ends[0] == -ends[1]:
+        return
+    by_texts = {texts: dist.get_rank()}  # the lowest rank that has them
+    for group in groups:
+        gathered: list[dict[tuple[str, ...], int]] = [{}] * group.size()
+        dist.all_gather_object(gathered, by_texts, group=group)
+        found = [(rank, held) for part in gathered for held, rank in part.items()]
+        by_texts = {held: rank for rank, held in sorted(found, reverse=True)}
+    (rank, first), (other_rank, other), *_ = sorted(
+        (rank, held) for held, rank in by_texts.items()
+    )
+    pairs = zip_longest(first, other, fillvalue="nothing")
+    a, b = next(pair for pair in pairs if pair[0] != pair[1])
+    raise RuntimeError(
+        "got models, gradients, param groups or options that differ between the ranks "
+        f"({a} on rank {rank}, {b} on rank {other_rank}), expected the same "
+        "everywhere: build and load them, and the collectives, from equal arguments on "
+        "every rank; pass collectives=marsopt.LOCAL for steps by local gradients"
+    )
 
-    rows: int
-    cols: int
-    dim: int
-    lengths: tuple[int, ...] | None = None
 
-    def shards(self, num_ranks: int) -> list[tuple[int, int]]:
-        """Return the shapes of the shards, rank by rank."""
-        whole = (self.rows, self.cols)[self.dim]
-        sizes = self.lengths or shard_sizes(whole, num_ranks)
-        if self.dim == 0:
-            return [(size, self.cols) for size in sizes]
-        return [(self.rows, size) for size in sizes]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The owner and bucket of each matrix; owner -1: every rank gathers the matrix.
-
-    With ``replicas`` above 1, HSDP replicas share the owners' work. Owners are then
-    numbered through the ranks of the first replica, then of the second, and so on.
+def names_in_modules(params: Sequence[tuple[Tensor, str]]) -> dict[str, str]:
+    """Return each parameter's name in the largest module that FSDP2 shards, and the
+    module's number among these, by the parameter's label: unnamed parameters of one
+    shape may have another order on a rank.
     """
-
-    num_ranks: int
-    replicas: int
-    owners: tuple[int, ...]
-    buckets: tuple[int, ...]
-
-    @property
-    def owned(self) -> list[int]:
-        """Return the indices of the matrices that have an owner."""
-        return [i for i, owner in enumerate(self.owners) if owner >= 0]
-
-    @property
-    def num_buckets(self) -> int:
-        """Return the number of exchanges with owners."""
-        return max((self.buckets[i] + 1 for i in self.owned), default=0)
-
-    def exchanges(self, replica: int) -> list[list[list[int]]]:
-        """Return the matrices that each rank of a replica owns, bucket by bucket."""
-        ranks, buckets = range(self.num_ranks), range(self.num_buckets)
-        exchanges: list[list[list[int]]] = [[[] for _ in ranks] for _ in buckets]
-        for i in self.owned:
-            its_replica, rank = divmod(self.owners[i], self.num_ranks)
-            if its_replica == replica:
-                exchanges[self.buckets[i]][rank].append(i)
-        return [owned for owned in exchanges if any(owned)]
+    labels = {id(p): label for p, label in params}
+    names = dict[str, tuple[str, int]]()
+    for number, module in enumerate(list(_module_state_mapping)):
+        for name, p in module.named_parameters():
+            if label := labels.get(id(p)):
+                named = names.get(label, ("", number)), (name, number)
+                names[label] = max(named, key=lambda pair: len(pair[0]))
+    # modules of other optimizers, which a rank may have freed, do not count
+    numbers = sorted({number for _, number in names.values()})
+    return {
+        f"module of {label}": f"{names[label][0]} of sharded module "
+        f"{numbers.index(names[label][1])}"
+        for label in labels.values()
+        if label in names
+    }
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The cost of one step on the slowest rank."""
-
-    bytes_sent: float  # mean over the ranks
-    bytes_max: float  # of the rank that sends most: an owner
-    seconds: float
-    owner_flops: list[float]
-
-    @property
-    def imbalance(self) -> float:
-        """Return FLOPs of the slowest owner over the mean; 1 is even."""
-        mean = sum(self.owner_flops) / len(self.owner_flops)
-        return max(self.owner_flops) / mean if mean else 1.0
+# ---- owners --------------------------------------------------------------------------
 
 
-def assign(flops: Sequence[int], num_ranks: int) -> tuple[list[int], list[float]]:
-    """Return the owner of each matrix, and the load of each rank.
+def assign(flops: Sequence[int], num_owners: int) -> list[int]:
+    """Return the owner of each matrix.
 
-    The largest matrix that is left goes to the least loaded rank (longest processing
-    time first). Ties go to the earlier matrix and the lower rank, so that all ranks
+    The largest matrix that is left goes to the least loaded owner (longest processing
+    time first). Ties go to the earlier matrix and the lower owner, so that all ranks
     agree.
     """
-    owners, loads = [0] * len(flops), [0.0] * num_ranks
-    least = [(0.0, rank) for rank in range(num_ranks)]  # a heap
+    owners = [0] * len(flops)
+    least = [(0.0, owner) for owner in range(num_owners)]  # a heap
     for i in sorted(range(len(flops)), key=lambda i: (-flops[i], i)):
-        _, owner = least[0]
+        load, owner = least[0]
         owners[i] = owner
-        loads[owner] += flops[i]
-        heapreplace(least, (loads[owner], owner))
-    return owners, loads
-
-
-def assign_buckets(
-    flops: Sequence[int], num_owners: int, max_buckets: int | None, sent: float
-) -> tuple[list[int], list[int]]:
-    """Return the owner of each matrix, and its bucket among its owner's buckets, both
-    balanced by FLOPs.
-
-    Without ``max_buckets`` there are two buckets or more, of about ``BUCKET`` of the
-    ``sent`` bytes, and of two matrices at least: an owner with three has its largest in
-    the first, and the other two would wait for it.
-    """
-    owners, _ = assign(flops, num_owners)
-    if max_buckets is None:
-        most = max(Counter(owners).values(), default=0)
-        max_buckets = max(2, min(ceil(sent / BUCKET), most // 2))
-    buckets = [0] * len(flops)
-    for owner in set(owners):
-        members = [i for i, its_owner in enumerate(owners) if its_owner == owner]
-        its_buckets, _ = assign([flops[i] for i in members], max_buckets)
-        for i, bucket in zip(members, its_buckets, strict=True):
-            buckets[i] = bucket
-    return owners, buckets
+        heapreplace(least, (load + flops[i], owner))
+    return owners
 
 
 def plan(
-    matrices: Sequence[Matrix],
-    num_ranks: int,
-    work: MatrixCost,
-    *,
-    strategy: Strategy = "auto",
-    max_buckets: int | None = None,
-    replicas: int = 1,
-    machine: Machine = Machine(),
-) -> Plan:
-    """Give every matrix an owner, balanced by FLOPs over all shapes together; with
-    "replicate", and for one rank, give no matrix an owner.
+    cost: MatrixCost, shapes: Sequence[Sequence[int]], num_owners: int, sent: float
+) -> list[Members]:
+    """Return the matrices of each owner, bucket by bucket, both balanced by FLOPs over
+    matrices of all shapes together.
 
-    With HSDP ``replicas`` "auto" compares two ways by the model of time: every replica
-    does all of the owners' work, or replicas share the work and send each other the
-    results. "owner" shares.
+    There are two buckets or more, of about ``BUCKET`` bytes of a rank, and of two
+    matrices at least: an owner with three has its largest in the first, and the other
+    two would wait for it.
 
-    Raises:
-        ValueError: an unknown strategy, or ``max_buckets`` below 1.
+    Args:
+        cost: of preconditioning a matrix.
+        shapes: of the matrices.
+        num_owners: how many ranks share them.
+        sent: the bytes that a rank sends for an element.
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(
-            f"got strategy={strategy!r}, expected one of {STRATEGIES}: choose one of "
-            "these names"
-        )
-    if max_buckets is not None and max_buckets < 1:
-        raise ValueError(
-            f"got max_buckets={max_buckets}, expected 1 or more: 2 overlap, and None "
-            "takes as many as the traffic asks for"
-        )
-
-    if strategy == "replicate" or num_ranks * replicas == 1:
-        num = len(matrices)
-        return Plan(num_ranks, 1, (-1,) * num, (0,) * num)
-    flops = [work.num_flops(m.rows, m.cols) for m in matrices]
-    nbytes = work.payload().itemsize * sum(m.rows * m.cols for m in matrices)
-    plans = []
-    for split in sorted({1, replicas}) if strategy == "auto" else [replicas]:
-        num_owners = num_ranks * split
-        sent = nbytes / num_owners
-        owners, buckets = assign_buckets(flops, num_owners, max_buckets, sent)
-        plans.append(Plan(num_ranks, split, tuple(owners), tuple(buckets)))
-    return min(plans, key=lambda plan: cost(matrices, plan, work, machine).seconds)
+    flops = [cost.num_flops(rows, cols) for rows, cols in shapes]
+    owners = assign(flops, num_owners)
+    most = max(Counter(owners).values(), default=0)
+    nbytes = sent * sum(rows * cols for rows, cols in shapes)
+    num_buckets = max(2, min(ceil(nbytes / BUCKET), most // 2))
+    buckets: list[Members] = [
+        [[] for _ in range(num_owners)] for _ in range(num_buckets)
+    ]
+    for owner in set(owners):
+        members = [i for i, its_owner in enumerate(owners) if its_owner == owner]
+        numbers = assign([flops[i] for i in members], num_buckets)
+        for i, number in zip(members, numbers, strict=True):
+            buckets[number][owner].append(i)
+    return [bucket for bucket in buckets if any(bucket)]
 
 
-def cost(
-    matrices: Sequence[Matrix],
-    plan: Plan,
-    work: MatrixCost,
-    machine: Machine = Machine(),
-) -> Cost:
-    """Return the bytes that a rank sends, FLOPs of each owner, and the model's time.
+# ---- norms ---------------------------------------------------------------------------
 
-    Bytes and FLOPs are as in docs/scaling.md; time is a model, for choosing, not a
-    measurement. Bytes of an (m, n) matrix of s bytes an element, over p ranks:
 
-    - with an owner, 2 mn s / p a rank, less the bytes that stay at home: mn s / p from
-      every other rank, and mn s (p - 1)/p back from the owner. R replicas that share
-      the work send that over R, and mn s (R - 1)/(p R) of results;
-    - gathered, mn s (p - 1)/p.
+class Reduction(NamedTuple):
+    """One all-reduce of ``sum``."""
+
+    group: dist.ProcessGroup
+    rows: Tensor | None  # which leaves take part; None: all
+    # (rows, 1) bool: False if another rank contributes the number; None: all True
+    contributes: Tensor | None
+
+
+def reductions_of(places: Sequence[Placement], device: str) -> list[Reduction]:
+    """Return the all-reduces of a sum over leaves with these placements."""
+    spread = [p.mesh for p in places if p.mesh is not None and p.mesh.size() > 1]
+    sharding = [p.mesh for p in places if p.mesh is not None and p.axes]
+    spans: dict[dist.ProcessGroup, dict[DeviceMesh, tuple[int, ...]]] = {}
+    for mesh in dict.fromkeys(sharding or spread[:1]):
+        for group, axes in groups_of(mesh):
+            spans.setdefault(group, {})[mesh] = axes
+    first = next(iter(spans), None)
+    return [
+        _reduction(group, axes, places, group is first, device)
+        for group, axes in spans.items()
+    ]
+
+
+def _reduction(
+    group: dist.ProcessGroup,
+    spans: Mapping[DeviceMesh, tuple[int, ...]],
+    places: Sequence[Placement],
+    is_first: bool,
+    device: str,
+) -> Reduction:
+    """Return the all-reduce over a group, which spans these axes of meshes. The first
+    group also takes leaves that every rank has whole.
     """
-    p, split = plan.num_ranks, plan.replicas
-    away = (p - 1) / p
-    payload, back = work.payload().itemsize, work.returned().itemsize
-    rate = machine.flops_fp32 if work.is_float32 else machine.flops
-    sent = seconds = 0.0
-    extra, loads = [0.0] * (p * split), [0.0] * (p * split)  # of each owner
-    for m, owner in zip(matrices, plan.owners, strict=True):
-        flops, numel = work.num_flops(m.rows, m.cols), m.rows * m.cols
-        if owner >= 0:
-            local_numel = prod(m.shards(p)[owner % p])
-            sent += (payload / split + back * (split - 1) / split) * numel / p
-            extra[owner] += back * (numel - local_numel) - payload * local_numel
-            loads[owner] += flops
-        else:
-            sent += payload * numel * away
-            seconds += flops / rate
-    bytes_max = sent + max(extra)
-    seconds += bytes_max / machine.link + max(loads) / rate
-    return Cost(sent + sum(extra) / len(extra), bytes_max, seconds, loads)
+    rows, contributes = [], []
+    for i, place in enumerate(places):
+        mesh = place.mesh
+        if place.axes and mesh is not None and mesh in spans:
+            copies = [axis for axis in spans[mesh] if axis not in place.axes]
+            rows.append(i)
+            contributes.append(not any(map(mesh.get_local_rank, copies)))
+        elif is_first and not place.axes:
+            rows.append(i)
+            contributes.append(dist.get_rank(group) == 0)
+    return Reduction(
+        group,
+        torch.tensor(rows, device=device) if len(rows) < len(places) else None,
+        None if all(contributes) else torch.tensor(contributes, device=device)[:, None],
+    )

@@ -9,11 +9,11 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from marsopt.parallel.exchange import TensorSpec, from_words, to_words
-from marsopt.parallel.placement import AxisPlacement, Placement, piece_of
-from marsopt.parallel.reductions import groups_of
+from marsopt.parallel.layout import AxisPlacement, Placement, groups_of, piece_of
 from marsopt.step.owners import OwnerBuffer
 
 MOST = 2**25  # bytes of buffers that ranks exchange at once, about
@@ -26,23 +26,32 @@ def whole_buffers(buffers: Sequence[OwnerBuffer], device: str) -> Iterator[Tenso
     """
     if not buffers:
         return
-    tellers = _tellers(buffers, device)
+    sources = _sources(buffers, device)
     for part in _portions(buffers):
-        told = [(buffer, next(tellers)) for buffer in part]
-        for buffer, whole in zip(part, _summed_bits(told), strict=True):
+        pairs = [(buffer, next(sources)) for buffer in part]
+        for buffer, whole in zip(part, _summed_bits(pairs), strict=True):
             yield _cut_by_rows(whole, buffer)
 
 
-def _tellers(buffers: Sequence[OwnerBuffer], device: str) -> Iterator[Tensor]:
-    """Return the rank that tells of each matrix of each buffer: of several owners, as
-    replicas are, the first.
+def _mesh_of(buffer: OwnerBuffer) -> DeviceMesh:
+    return cast(DTensor, buffer.leaf).device_mesh
+
+
+def _spec(buffer: OwnerBuffer) -> TensorSpec:
+    shape = (sum(buffer.sizes), *buffer.owned.shape[1:])
+    return TensorSpec(shape, buffer.owned.dtype)
+
+
+def _sources(buffers: Sequence[OwnerBuffer], device: str) -> Iterator[Tensor]:
+    """Return the source rank of each matrix of each buffer: its owner, the lowest rank
+    if every replica has one.
     """
     nums = [len(buffer.sizes) for buffer in buffers]
     owners = torch.full((sum(nums),), dist.get_world_size(), device="cpu")
     for buffer, part in zip(buffers, owners.split(nums), strict=True):
         part[list(buffer.owns)] = dist.get_rank()
     owners = owners.to(device)
-    meshes = dict.fromkeys(cast(DTensor, b.leaf).device_mesh for b in buffers)
+    meshes = dict.fromkeys(map(_mesh_of, buffers))
     for group in dict.fromkeys(g for mesh in meshes for g, _ in groups_of(mesh)):
         dist.all_reduce(owners, dist.ReduceOp.MIN, group=group)
     return iter(owners.split(nums))
@@ -56,9 +65,8 @@ def _portions(buffers: Sequence[OwnerBuffer]) -> Iterator[list[OwnerBuffer]]:
     size = 0
     for buffer in buffers:
         nbytes = _spec(buffer).num_words(torch.uint8)
-        mesh = cast(DTensor, buffer.leaf).device_mesh
-        same = part and cast(DTensor, part[0].leaf).device_mesh == mesh
-        if part and (not same or size + nbytes > MOST):
+        is_other = part and _mesh_of(part[0]) != _mesh_of(buffer)
+        if part and (is_other or size + nbytes > MOST):
             yield part
             part, size = [], 0
         part.append(buffer)
@@ -67,30 +75,25 @@ def _portions(buffers: Sequence[OwnerBuffer]) -> Iterator[list[OwnerBuffer]]:
         yield part
 
 
-def _spec(buffer: OwnerBuffer) -> TensorSpec:
-    shape = (sum(buffer.sizes), *buffer.owned.shape[1:])
-    return TensorSpec(shape, buffer.owned.dtype)
-
-
-def _summed_bits(told: Sequence[tuple[OwnerBuffer, Tensor]]) -> list[Tensor]:
-    """Return the whole buffers of one mesh. One rank sends the numbers of a matrix:
-    other ranks send zeros, so that bits may be added.
+def _summed_bits(pairs: Sequence[tuple[OwnerBuffer, Tensor]]) -> list[Tensor]:
+    """Return the whole buffers of one mesh. A matrix's source sends its numbers: other
+    ranks send zeros, so that bits may be added.
     """
     parts, rank = [], dist.get_rank()
-    for buffer, tellers in told:
+    for buffer, sources in pairs:
         owned, sizes = buffer.owned, buffer.sizes
         whole = owned.new_zeros(sum(sizes), *owned.shape[1:])
         index = entries(buffer.owns, sizes).to(owned.device)
-        every = torch.tensor(sizes, device=tellers.device)
-        by_entry = tellers.repeat_interleave(every, output_size=sum(sizes))
-        is_told = (by_entry[index] == rank).view(-1, *[1] * (owned.ndim - 1))
-        whole[index] = torch.where(is_told, owned, 0)
+        repeats = torch.tensor(sizes, device=sources.device)
+        by_entry = sources.repeat_interleave(repeats, output_size=sum(sizes))
+        is_source = (by_entry[index] == rank).view(-1, *[1] * (owned.ndim - 1))
+        whole[index] = torch.where(is_source, owned, 0)
         parts.append(to_words(whole, torch.uint8))
     flat = torch.cat(parts)
     del parts
-    for group, _ in groups_of(cast(DTensor, told[0][0].leaf).device_mesh):
+    for group, _ in groups_of(_mesh_of(pairs[0][0])):
         dist.all_reduce(flat, group=group)
-    return from_words(flat, [_spec(buffer) for buffer, _ in told])
+    return from_words(flat, [_spec(buffer) for buffer, _ in pairs])
 
 
 def entries(numbers: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -98,12 +101,8 @@ def entries(numbers: Sequence[int], sizes: Sequence[int]) -> Tensor:
     of these numbers, int64; ``sizes`` are the entries of each matrix.
     """
     starts = [0, *accumulate(sizes)]
-    if starts[-1] == len(sizes):  # an entry each
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
     ranges = [torch.arange(starts[n], starts[n + 1], device="cpu") for n in numbers]
-    return (
-        torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.int64, device="cpu")
-    )
+    return torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *ranges])
 
 
 def _cut_by_rows(whole: Tensor, buffer: OwnerBuffer) -> Tensor:

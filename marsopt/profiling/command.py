@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from marsopt.models.names import TABLES, by_name
+from marsopt.models.names import HIDDEN, by_name
 from marsopt.models.roles import roles
 from marsopt.profiling.gpt2 import EMBEDDINGS, MODELS, VOCAB_SIZE, Subject, shapes
 from marsopt.profiling.machine import free_memory
@@ -38,11 +38,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m marsopt.profile",
         description="Profile the optimizer step on a GPT-2's tensors or your model's, "
-        "with both clips: graphs, breaks, recompiles, kernels, bytes, times. For a "
-        "step of your own: print(marsopt.profile(step_fn, *args)).",
+        "with the rule's clips: graphs, breaks, recompiles, kernels, bytes, times. For "
+        "a step of your own: print(marsopt.profile(step_fn, *args)).",
     )
     add = parser.add_argument
     dtypes = ["float32", "bfloat16"]
+    h_dtype = "dtype of the gradient that MARS keeps (default: the parameters' own)"
     warm = "reuse compiled code on disk: faster, but the first call's time means little"
     source = "print the source of every kernel, too"
     log = "write torch's structured compile log, for tlparse"
@@ -50,17 +51,20 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     of = f"{', '.join(MODELS)}, or MODULE:FUNCTION, {own}"
     add("--model", default="gpt2-small", help=f"{of} (default: %(default)s)")
     for name in ("--layers", "--width"):
-        add(name, type=int, help=f"{name[2:]} in place of the GPT-2's own")
+        add(name, type=int, help=f"{name[2:]} of the GPT-2 (default: the model's own)")
     add(
         "--vocab",
         type=int,
         help=f"vocabulary size of the GPT-2 (default: {VOCAB_SIZE})",
     )
-    add("--rule", type=canonical, choices=list(REGISTRY), default="mars-adamw")
-    log_time = "let every decay in step t be t / (t + DELTA)"
+    rules = f"one of {', '.join(REGISTRY)} (default: %(default)s)"
+    add("--rule", type=canonical, choices=[*REGISTRY], default="moonlight", help=rules,
+        metavar="RULE")  # fmt: skip
+    log_time = "let every decay in step t be t / (t + DELTA) (default: off)"
     add("--log-time", type=float, metavar="DELTA", help=log_time)
-    add("--h-dtype", choices=dtypes, help="dtype of the previous gradient in the state")
-    add("--device", choices=["cpu", "cuda"], default="cpu")
+    add("--h-dtype", choices=dtypes, help=h_dtype)
+    devices = "where to run (default: %(default)s)"
+    add("--device", choices=["cpu", "cuda"], default="cpu", help=devices)
     add("--steps", type=int, default=10, help="calls to time (default: %(default)s)")
     add("--warm", action="store_true", help=warm)
     add("--source", action="store_true", help=source)
@@ -119,10 +123,10 @@ def own_tensors(name: str) -> tuple[dict[str, tuple[int, ...]], Collection[str]]
     if isinstance(model, nn.Module):
         used = [(n, p, role) for n, p, role in roles(model) if p.requires_grad]
         found = {n: tuple(p.shape) for n, p, _ in used}
-        tables = {n for n, _, role in used if role in TABLES}
+        tables = {n for n, p, role in used if p.ndim > 1 and role not in HIDDEN}
     elif isinstance(model, Mapping):
         found = {n: _shape(n, value) for n, value in model.items()}
-        tables = {n for n in found if by_name(n) in TABLES}
+        tables = {n for n, shape in found.items() if len(shape) > 1 and by_name(n)}
     else:
         found, tables = {}, set()
     if not found:
@@ -164,7 +168,8 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(
             "got --device cuda on a machine without it, expected cpu: leave it out"
         )
-    missing = missing_for(args.device) or (declined() or "").removeprefix("with ")
+    missing = missing_for(torch.device(args.device))
+    missing = missing or (declined() or "").removeprefix("with ")
     if missing:
         raise ValueError(
             f"got {missing}, expected torch.compile to work: install it or unset that, "
@@ -207,7 +212,7 @@ def title(args: argparse.Namespace) -> str:
         f", log time {args.log_time}": args.log_time is not None,
     }
     more = "".join(text for text, differs in changed.items() if differs)
-    return f"{args.rule} with both clips on {args.model}{more}"
+    return f"{args.rule} with its clips on {args.model}{more}"
 
 
 def main() -> None:

@@ -134,8 +134,8 @@ class CompileLog:
 
     def take_cause(self, record: logging.LogRecord) -> None:
         """Note why MARS makes a new binding, from its debug log."""
-        if record.msg == base.NEW_BINDING and record.args:
-            self.cause = f"a new binding of MARS ({record.args[0]})"
+        if record.msg == base.NEW_BINDING:
+            self.cause = record.msg.removeprefix("marsopt: ")
 
     def take_metrics(self, record: logging.LogRecord) -> None:
         """Note the kernels of one graph."""

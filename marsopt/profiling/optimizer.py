@@ -5,22 +5,20 @@ of whole matrices.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from marsopt.optim.binding import BoundFormula, Member
+from marsopt.optim.binding import BoundFormula, Member, takes_batches
 from marsopt.profiling import machine
 from marsopt.profiling.gpt2 import Subject
 from marsopt.profiling.profiler import profile
 from marsopt.profiling.table import Report, size
 from marsopt.rules.dtypes import working_dtype
-from marsopt.step import graph_runner
-from marsopt.step.graph_runner import Graphs, batch_dtype, writes_matrices
+from marsopt.step.graphs import Graphs
 from marsopt.step.kernel_runner import Kernels
-from marsopt.step.step import Place
 
 
 @dataclass(frozen=True)
@@ -37,20 +35,17 @@ class Floor:
         return self.norms + self.update
 
 
-def floor_of(
-    groups: Sequence[BoundFormula], copied: Collection[Place], *, is_local: bool = True
-) -> Floor:
+def floor_of(groups: Sequence[BoundFormula], *, is_local: bool = True) -> Floor:
     """Return the bytes of a step, with the gradients that are there.
 
     Args:
         groups: the parameters of each formula.
-        copied: those that a step copies into rows, and out again.
         is_local: whether one process has everything.
     """
     floors = [
-        _floor(member, is_local, (number, i) in copied)
-        for number, group in enumerate(groups)
-        for i, member in enumerate(group.members)
+        _floor(member, is_local, member in group.copied)
+        for group in groups
+        for member in group.members
     ]
     return Floor(*map(sum, zip(*floors, strict=True)))
 
@@ -76,10 +71,9 @@ def _dtypes_of_matrices(member: Member, is_local: bool) -> list[torch.dtype]:
     """
     algorithm, piece = member.algorithm, member.piece
     cost = algorithm.matrix_preconditioner.cost.on(piece.device.type)
-    is_batch = graph_runner.takes_batches(piece.device, is_local)
-    is_made = writes_matrices(algorithm, is_batch)
-    made = [batch_dtype(algorithm, piece)] if is_made else []
     dtype = working_dtype(piece)  # of results from other ranks
+    is_made = algorithm.makes_matrix or takes_batches(piece.device, is_local)
+    made = [cost.payload(dtype)] if is_made else []
     return [*made, cost.returned(dtype) if is_local else dtype]
 
 
@@ -222,13 +216,13 @@ def profile_optimizer(
         num_tensors=len(subject.params),
         num_params=sum(p.numel() for p in subject.params),
         printed=printed_kernels(found.runner),
-        floor=floor_of(found.binding.groups, found.runner.copied),
+        floor=floor_of(found.binding.groups),
         num_flops=num_flops,
         matmul_rate=rate,
     )
 
 
-def printed_kernels(runner: Graphs) -> list[PrintedKernel]:
+def printed_kernels(runner: Graphs | Kernels) -> list[PrintedKernel]:
     """Return the printed kernels that a step launches."""
     if not isinstance(runner, Kernels):
         return []

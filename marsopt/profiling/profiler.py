@@ -26,7 +26,7 @@ from marsopt.profiling import machine
 from marsopt.profiling.compile_log import Graph, listening
 from marsopt.profiling.table import Report
 from marsopt.step import compiling
-from marsopt.step.graph_runner import Graphs
+from marsopt.step.graphs import Graphs
 
 DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # c10::DeviceType
 REGION = "Torch-Compiled Region: "  # followed by torch's compile id

@@ -15,7 +15,7 @@ from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number, Weight
 from marsopt.rules.decay import at, complement, product
 from marsopt.rules.dtypes import root
-from marsopt.rules.hyperparameters import number
+from marsopt.rules.hyperparameters import Numbers, number
 from marsopt.rules.preconditioner import Preconditioner, Tensors
 
 
@@ -77,36 +77,34 @@ class AdamW(Preconditioner):
 
     keeps = {
         "m": Buffer("exp_avg", is_debiased=True),
-        "v": Buffer("exp_avg_sq", is_debiased=True, is_nonnegative=True),
-        "v_max": Buffer("max_exp_avg_sq", is_nonnegative=True),
+        "v": Buffer("exp_avg_sq", is_debiased=True),
+        "v_max": Buffer("max_exp_avg_sq"),
     }
 
-    @property
-    def beta1(self) -> Number:
-        return self.betas[0]
+    def beta1(self, n: Numbers) -> Number:
+        beta1: Number = n.betas[0]
+        return beta1
 
     @property
     def buffers(self) -> dict[str, Buffer]:
         return {s: b for s, b in self.keeps.items() if s != "v_max" or self.amsgrad}
 
-    def scalars(
-        self, t: Tensor, lr: Number, w: Number | None = None
-    ) -> tuple[Number, ...]:
-        (beta1, beta2), log_time = self.betas, self.log_time
+    def scalars(self, t: Tensor, n: Numbers) -> tuple[Number, ...]:
+        (beta1, beta2), log_time = n.betas, n.log_time
         of_m, of_v = (beta1, t, log_time), (beta2, t, log_time)
         root = (1 - product(*of_v)).sqrt()
-        eps = self.eps / root if self.epsilon_hat else self.eps
-        rate, decay = lr / (1 - product(*of_m)), 1 - lr * self.weight_decay
+        eps = n.eps / root if self.epsilon_hat else n.eps
+        rate, decay = n.lr / (1 - product(*of_m)), 1 - n.lr * n.weight_decay
         of_moments = at(*of_m), complement(*of_m), at(*of_v), complement(*of_v)
         common = *of_moments, 1 / root, eps, decay
-        if self.nesterov is False:
+        if n.nesterov is False:
             return *common, rate
-        if self.nesterov is True:
+        if n.nesterov is True:
             of_next = beta1, t + 1, log_time
-            rate_m = lr * at(*of_next) / (1 - product(*of_next))
+            rate_m = n.lr * at(*of_next) / (1 - product(*of_next))
             return *common, rate_m, complement(*of_m) * rate
-        w = self.nesterov
-        return *common, (1 - w) * rate, w * lr
+        w = n.nesterov
+        return *common, (1 - w) * rate, w * n.lr
 
     def update(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]

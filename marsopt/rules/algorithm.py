@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Literal, cast
+from itertools import islice
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -13,21 +16,30 @@ from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
 from marsopt.rules.correction import Correction, H
 from marsopt.rules.dtypes import default_state_dtype, working_dtype
+from marsopt.rules.hyperparameters import (
+    Numbers,
+    dynamic,
+    form_of,
+    is_built_in,
+    number_fields,
+    without_numbers,
+)
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.preconditioner import MatrixPreconditioner, Preconditioner
 from marsopt.rules.rounding import NARROW
 
-# An average has three names in a state, so that none is taken for another: of corrected
-# gradients (its own key); "momentum_buffer" in a plain matrix rule, as torch.optim.Muon
-# has it; and "grad_avg" for averages of plain gradients in place of corrected
-# gradients.
-MOMENTUM, GRADIENTS = "momentum_buffer", "grad_avg"
+# The average in a plain matrix rule has the name that torch.optim.Muon gives it, so
+# that an average of corrected gradients is never taken for it.
+MOMENTUM = "momentum_buffer"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Algorithm:
     """A correction and a preconditioner of one tensor. Every correction works with
     every preconditioner.
+
+    Algorithms are equal if their formulas are, whatever their numbers: formulas are
+    given the numbers of each step as arguments, and a field is their default.
 
     Args:
         preconditioner: makes a step from c.
@@ -61,12 +73,86 @@ class Algorithm:
     matrices: Matrices = Matrices()
     name: str = ""
 
+    _numbers: ClassVar[dict[str, Any]]
+    _form: ClassVar[tuple[Hashable, ...]]
+
     def __post_init__(self) -> None:
         checks.state_dtype_or_none("state_dtype", self.state_dtype)
         checks.true_or_false("stochastic_rounding", self.stochastic_rounding)
+        self._keep_numbers()
 
     def __str__(self) -> str:
         return self.name or type(self.preconditioner).__name__
+
+    # ---- numbers and formulas --------------------------------------------------------
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether no component is of a user's class, which may read its own fields."""
+        return is_built_in(self.preconditioner) and is_built_in(self.correction)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Algorithm) and self._form == other._form
+
+    def __hash__(self) -> int:
+        return hash(self._form)
+
+    def _keep_numbers(self) -> None:
+        """Keep the components' fields that are numbers, and the form of all else. The
+        preconditioner's field counts if a correction has one of its name, too.
+        """
+        of_c = {} if self.correction is None else number_fields(self.correction)
+        numbers = of_c | number_fields(self.preconditioner)
+        parts = form_of(self.preconditioner), form_of(self.correction)
+        form = *parts, self.state_dtype, self.stochastic_rounding, self.matrices
+        object.__setattr__(self, "_numbers", numbers)
+        object.__setattr__(self, "_form", form)
+
+    @property
+    def formula(self) -> Algorithm:
+        """The same algorithm without its numbers, for graphs and kernels to keep."""
+        bare = copy.copy(self)
+        for name in ("preconditioner", "correction"):
+            component = without_numbers(getattr(self, name))
+            object.__setattr__(bare, name, component)
+        bare._keep_numbers()
+        return bare
+
+    @property
+    def columns(self) -> list[tuple[str, int | None]]:
+        """The numbers of a step in their order in a table, by name; a number of a pair
+        has its place there.
+        """
+        columns: list[tuple[str, int | None]] = [("lr", None)]
+        for name, value in self._numbers.items():
+            is_pair = isinstance(value, tuple | list)
+            num = len(dynamic(value))
+            columns += [(name, i if is_pair else None) for i in range(num)]
+        return columns
+
+    def defaults(self, lr: Number, gamma: Number | None) -> list[Number]:
+        """Return the numbers of a step by its own fields, in the order of ``columns``;
+        ``gamma`` None is the correction's.
+        """
+        values = dict(self._numbers)
+        if gamma is not None and self.correction is not None:
+            values["gamma"] = gamma
+        return [lr, *dynamic(tuple(values.values()))]
+
+    def read(self, columns: Iterator[Any]) -> Numbers:
+        """Return the numbers of a step by name, from values in the order of
+        ``columns``.
+        """
+        values: dict[str, Any] = {"lr": next(columns)}
+        for name, value in self._numbers.items():
+            if isinstance(value, tuple | list):
+                value = tuple(islice(columns, len(value)))
+            elif value is not None and not isinstance(value, bool):
+                value = next(columns)
+            values[name] = value
+        return Numbers(**values)
+
+    # ---- structure -------------------------------------------------------------------
 
     @property
     def matrix_only(self) -> bool:
@@ -97,31 +183,15 @@ class Algorithm:
         return self.matrix_only and self.matrix_preconditioner.every is not None
 
     @property
-    def is_quasi_hyperbolic(self) -> bool:
-        """Whether the average of g stands for the one of c (see ``Average``)."""
-        return (
-            self.correction is not None
-            and self.correction.is_linear
-            and self.preconditioner.averages
-        )
-
-    @property
-    def active_correction(self) -> Correction | None:
-        """The correction, if a step makes c by it."""
-        return None if self.is_quasi_hyperbolic else self.correction
-
-    @property
     def h_from(self) -> Literal["step", "caller"] | None:
         """The writer of h, as ``Correction`` has it; None: there is no h."""
-        return None if self.active_correction is None else self.active_correction.h_from
+        return None if self.correction is None else self.correction.h_from
 
     @property
     def buffers(self) -> dict[str, Buffer]:
         """The buffers of each tensor beside it and its gradient, by symbol."""
         buffers = dict(self.preconditioner.buffers)
-        if "m" in buffers and self.is_quasi_hyperbolic:
-            buffers["m"] = buffers["m"]._replace(key=GRADIENTS)
-        elif "m" in buffers and self.is_momentum and self.correction is None:
+        if "m" in buffers and self.is_momentum and self.correction is None:
             buffers["m"] = buffers["m"]._replace(key=MOMENTUM)
         return buffers if self.h_from is None else {**buffers, "h": H}
 
@@ -143,9 +213,7 @@ class Algorithm:
         state_dtype = self.state_dtype or default_state_dtype(x.dtype)
         if buffer.home == "owner":  # not rounded stochastically
             state_dtype = torch.promote_types(state_dtype, x.dtype)
-        narrow = (
-            None if self.active_correction is None else self.active_correction.h_dtype
-        )
+        narrow = None if self.correction is None else self.correction.h_dtype
         if isinstance(buffer.dtype, torch.dtype):
             return buffer.dtype
         by_name = {
@@ -173,15 +241,7 @@ class Algorithm:
             return 1
         return self.matrices.num_in(shape)
 
-    def scalars(self, t: Tensor, lr: Number, gamma: Number) -> tuple[Number, ...]:
-        """Return the preconditioner's numbers for tensors at their steps t (N,)."""
-        if self.is_quasi_hyperbolic:
-            return self.preconditioner.scalars(t, lr, gamma)
-        return self.preconditioner.scalars(t, lr)
-
     @property
     def makes_matrix(self) -> bool:
         """Whether the owners of matrices get another tensor than m."""
-        return self.matrix_only and (
-            self.matrix_preconditioner.makes_matrix or self.is_quasi_hyperbolic
-        )
+        return self.matrix_only and self.matrix_preconditioner.makes_matrix

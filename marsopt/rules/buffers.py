@@ -35,7 +35,6 @@ class Buffer(NamedTuple):
             "gradient": the same, unless the correction's ``h_dtype`` says otherwise;
             "working": the parameter's own or float32, whichever is wider; or a dtype.
         is_debiased: whether the rule divides it by 1 - beta^t: it starts with t.
-        is_nonnegative: whether no entry is ever negative: a mean of squares, a count.
     """
 
     key: str
@@ -44,7 +43,6 @@ class Buffer(NamedTuple):
     home: Literal["shard", "owner"] = "shard"
     dtype: torch.dtype | Literal["state", "gradient", "working"] = "state"
     is_debiased: bool = False
-    is_nonnegative: bool = False
 
 
 def owned_shapes(

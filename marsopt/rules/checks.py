@@ -95,10 +95,11 @@ def _number(
     def check(name: str, value: Any) -> None:
         value, advice = plain(value), do.format(name=name)
         if isinstance(value, Tensor):
-            if value.ndim or value.is_complex() or value.dtype == torch.bool:
+            is_real = not (value.is_complex() or value.dtype == torch.bool)
+            if value.ndim or not is_real or value.device.type == "meta":
                 raise ValueError(
-                    f"got {name} of shape {tuple(value.shape)} and {value.dtype}, "
-                    f"expected a real number or 0-D tensor: {advice}"
+                    f"got {name} of shape {tuple(value.shape)} and {value.dtype} on "
+                    f"{value.device}, expected a real number or 0-D tensor: {advice}"
                 )
             if not can_read(value):
                 return

@@ -15,7 +15,7 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
-from marsopt.rules.hyperparameters import check_fields, number, structure
+from marsopt.rules.hyperparameters import Numbers, check_fields, number, structure
 
 if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
     from jaxtyping import Float
@@ -52,8 +52,8 @@ class Correction(ABC):
     Example:
         >>> class Damped(marsopt.Correction):
         ...     name = "damped"
-        ...     def coefficients(self, beta1, gamma):
-        ...         return (1 - gamma,)
+        ...     def coefficients(self, beta1, n):
+        ...         return (1 - n.gamma,)
         >>> algorithm = marsopt.Algorithm(
         ...     preconditioner=marsopt.Lion(), correction=Damped(gamma=0.5)
         ... )
@@ -76,22 +76,15 @@ class Correction(ABC):
     def __post_init__(self) -> None:
         check_fields(self)
 
-    @property
-    def is_linear(self) -> bool:
-        """Whether the average of c follows from the average of g, so that neither c nor
-        h has to be there (``Average`` has the formula).
-        """
-        return False
-
     @abstractmethod
-    def coefficients(self, beta1: Number, gamma: Number) -> tuple[Number, ...]:
+    def coefficients(self, beta1: Number, n: Numbers) -> tuple[Number, ...]:
         """Return the coefficients of g and of h, if the correction has h, before the
         clip.
 
         Args:
             beta1: decay rate of the preconditioner's first moment in this step,
                 whatever its paper calls it: Lion's betas[1].
-            gamma: scale of the variance reduction in this step.
+            n: the numbers of this step: ``gamma``, and the subclass's.
         """
 
     def next_h(self, g: Tensor, h: Tensor) -> Tensor:
@@ -106,7 +99,7 @@ class Correction(ABC):
     def weights(
         self,
         beta1: Number,
-        gamma: Number,
+        n: Numbers,
         global_clip: Float[Tensor, ""],
         products: Float[Tensor, "n pairs"],
     ) -> tuple[tuple[Float[Tensor, " n"], ...], Float[Tensor, " n"]]:
@@ -115,7 +108,7 @@ class Correction(ABC):
 
         Args:
             beta1: decay rate of the first moment in this step, a number or (N,).
-            gamma: scale of the variance reduction in this step.
+            n: the numbers of this step: ``gamma`` and ``clip``.
             global_clip: factor of the global clip on g, 0-D.
             products: (N, pairs) inner products (g, g) and, if there is h, (g, h) and
                 (h, h), complete over shards.
@@ -124,7 +117,7 @@ class Correction(ABC):
             ValueError: ``coefficients`` returns another number of them.
         """
         ones = torch.ones_like(products[:, 0])
-        coefficients = self.coefficients(beta1, gamma)
+        coefficients = self.coefficients(beta1, n)
         if len(coefficients) != (num := 1 if self.h_from is None else 2):
             raise ValueError(
                 f"got {len(coefficients)} coefficients of {type(self).__name__}, "
@@ -138,10 +131,10 @@ class Correction(ABC):
         if self.h_from is not None:
             _, of_h = w
             cc = cc + 2 * w[0] * of_h * products[:, 1] + of_h * of_h * products[:, 2]
-        if self.clip is None:
+        if n.clip is None:
             return tuple(w), cc
         # clamped before the root: its derivative at 0 is infinite
-        s = self.clip / cc.clamp(min=self.clip * self.clip).sqrt()
+        s = n.clip / cc.clamp(min=n.clip * n.clip).sqrt()
         return tuple(s * value for value in w), s * s * cc
 
 
@@ -161,19 +154,16 @@ class Approximate(Correction):
         ValueError: a field out of its range.
 
     Example:
-        >>> marsopt.Approximate().coefficients(beta1=0.75, gamma=0.25)    # of g and h
+        >>> from marsopt.rules.hyperparameters import Numbers
+        >>> marsopt.Approximate().coefficients(0.75, Numbers(gamma=0.25))  # of g and h
         (1.75, -0.75)
     """
 
     name = "approximate"
     h_from = "step"
 
-    @property
-    def is_linear(self) -> bool:
-        return self.clip is None
-
-    def coefficients(self, beta1: Number, gamma: Number) -> tuple[Number, ...]:
-        k = scale(beta1, gamma)
+    def coefficients(self, beta1: Number, n: Numbers) -> tuple[Number, ...]:
+        k = scale(beta1, n.gamma)
         return 1 + k, -k
 
 

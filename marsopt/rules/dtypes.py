@@ -48,6 +48,22 @@ def default_state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+def scalar_dtype(device: torch.device) -> torch.dtype:
+    """Scalars are float64, since 1 - beta^t cancels; some GPUs have none."""
+    return torch.float64 if _has_float64(device) else torch.float32
+
+
+def _has_float64(device: torch.device) -> bool:
+    """Whether a device has float64: Apple's have none, nor have Intel's Arc cards."""
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_capability(device)["has_fp64"])
+    return device.type != "mps"
+
+
+# torch.compiler.assume_constant_result does only this, but imports Dynamo
+_has_float64._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def without_autocast(function: Function) -> Function:
     """Return ``function`` with autocast off on every device: it computes in the dtypes
     of its tensors. If autocast is off already, nothing is entered.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from marsopt.rules.checks import Number
 from marsopt.rules.correction import Correction, scale
+from marsopt.rules.hyperparameters import Numbers
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,6 +36,6 @@ class Exact(Correction):
     name = "exact"
     h_from = "caller"
 
-    def coefficients(self, beta1: Number, gamma: Number) -> tuple[Number, ...]:
-        k = scale(beta1, gamma)
+    def coefficients(self, beta1: Number, n: Numbers) -> tuple[Number, ...]:
+        k = scale(beta1, n.gamma)
         return 1 + k, -k

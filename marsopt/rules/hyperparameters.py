@@ -1,17 +1,19 @@
 """The table of hyperparameters: the fields of the dataclasses that rules are made of,
 with their texts from the docstrings.
 
-A field made by ``number`` may change from step to step: compiled code reads it from a
-tensor. Any other field is structure, a Python value that formulas depend on.
+A field made by ``number`` is a default of param groups: formulas are given the numbers
+of each step as arguments, ``Numbers``. Any other field is structure, a Python value
+that formulas depend on.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import Field, field, fields, is_dataclass, replace
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -102,39 +104,6 @@ CHECKS: dict[Any, Check] = {
     bool | None: checks.none_or(checks.true_or_false),
 }
 
-# names of other libraries, by ours
-WORDS = {
-    "lr": "learning_rate step_size muon_lr matrix_lr",
-    "lr_1d": "adam_lr adamw_lr scalar_lr embed_lr embedding_lr head_lr",
-    "betas": "momentum mu beta1 beta2 adam_betas muon_momentum",
-    "betas_1d": "adamw_betas",
-    "eps": "epsilon adam_eps adam_epsilon adamw_eps",
-    "weight_decay": "decay wd",
-    "weight_decay_1d": "adamw_wd adamw_weight_decay",
-    "max_norm": (
-        "grad_clip clip_grad clip_grad_norm max_grad_norm gradient_clip clip_norm"
-        " gradient_clip_val gradient_clipping grad_norm_clip"
-    ),
-    "mars_type": "rule optimizer optimizer_name algorithm",
-    "cautious_weight_decay": "cautious_wd",
-    "ns_steps": "backend_steps",
-    "gamma": "mars_gamma",
-}
-ELSEWHERE = {word: name for name, words in WORDS.items() for word in words.split()}
-HOW = {"foreach", "fused", "capturable", "differentiable"}  # of torch.optim
-# options of other libraries, and of MARS or Rule.step only: the advice in their place
-INSTEAD = dict(
-    **dict.fromkeys(
-        HOW, "how a step is run is no option: it is compiled, and may be captured"
-    ),
-    maximize="negate the loss",
-    decoupled_weight_decay="weight decay always is decoupled",
-    lr="Rule.step is given the lr of each step",
-    nonfinite="such steps change nothing, and state.matrix.skipped counts them",
-    correction="marsopt.mars(mars_type=..., correction=...) gives any rule one",
-    compile="what calls Rule.step is compiled, or is not",
-)
-
 
 @cache
 def table(component: type) -> Table:
@@ -212,20 +181,6 @@ def check_fields(component: Any) -> None:
         object.__setattr__(component, f.name, line.plain(value))
 
 
-def numbers_of(component: Any) -> list[Any]:
-    """Return the numbers in all fields made by ``number``, and in the fields of its
-    components, as ``dynamic`` finds them.
-    """
-    numbers: list[Any] = []
-    for f in fields(component):
-        value = getattr(component, f.name)
-        if f.metadata.get("number"):
-            numbers += dynamic(value)
-        elif is_dataclass(value):
-            numbers += numbers_of(value)
-    return numbers
-
-
 # ---- a hyperparameter's numbers, and the rest of it ----------------------------------
 
 
@@ -263,19 +218,66 @@ def rejoined(value: Any, numbers: Iterator[Any]) -> Any:
     return next(numbers)
 
 
-def with_numbers(component: Any, numbers: Iterator[Any]) -> Any:
-    """Return a copy with the next of these in place of ``numbers_of``; nothing is
-    checked. Graphs may call it.
+class Numbers:
+    """The numbers of a step as attributes: ``lr``, and the fields of an algorithm's
+    components that are made by ``number``. Each is a number, or a tensor with an entry
+    for each of N norms; a pair of numbers is a tuple.
     """
-    copied = object.__new__(type(component))
-    for f in fields(component):
-        value = getattr(component, f.name)
-        if f.metadata.get("number"):
-            value = rejoined(value, numbers)
-        elif is_dataclass(value):
-            value = with_numbers(value, numbers)
-        object.__setattr__(copied, f.name, value)
-    return copied
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"no component has the number {name!r}")
+
+
+def number_fields(component: Any) -> dict[str, Any]:
+    """Return the fields made by ``number``, with their values."""
+    return {
+        f.name: getattr(component, f.name)
+        for f in fields(component)
+        if f.metadata.get("number")
+    }
+
+
+def beta_of(component: Any, name: str) -> int | None:
+    """Return the place in ``betas`` of a component's field, if it has one."""
+    kind: type = type(component)
+    line = table(kind).get(name)
+    return None if line is None else line.beta
+
+
+def is_built_in(component: Any) -> bool:
+    """Return whether a component, or its absence, is of this package."""
+    return component is None or type(component).__module__.startswith("marsopt.")
+
+
+def form_of(component: Any) -> Hashable:
+    """Return all of a component that its formulas depend on: its class and structure,
+    and which of its numbers there are. A class of a user may read its fields in a
+    formula: each of its instances is a form of its own.
+    """
+    if component is None:
+        return None
+    if not is_built_in(component):
+        return id(component)
+    values = {f.name: getattr(component, f.name) for f in fields(component)}
+    values |= {n: static(value) for n, value in number_fields(component).items()}
+    return type(component), *values.items()
+
+
+def without_numbers(component: Any) -> Any:
+    """Return a component that holds no number: ``...`` in its place fails where a
+    formula reads it. A component of a user's class stays as it is.
+    """
+    if component is None or not is_built_in(component):
+        return component
+    bare = object.__new__(type(component))
+    values = {f.name: getattr(component, f.name) for f in fields(component)}
+    for name, value in number_fields(component).items():
+        values[name] = rejoined(value, itertools.repeat(...))
+    bare.__dict__.update(values)
+    return bare
 
 
 def check_values(known: Table, values: Mapping[str, Any]) -> None:
@@ -291,54 +293,21 @@ def check_values(known: Table, values: Mapping[str, Any]) -> None:
             line.check(name, value)
 
 
-def resembled(name: str, known: Collection[str]) -> str | None:
-    """Return the ``known`` name that another is in other libraries, or is but for one
-    typo.
-    """
-    if ELSEWHERE.get(name) in known:
-        return ELSEWHERE[name]
-    near = [meant for meant in known if _is_typo(name, meant)]
-    return checks.closest(name, near) or next(iter(near), None)
-
-
-def _is_typo(name: str, meant: str) -> bool:
-    if len(meant) <= 3:  # lr, eps: l1 is a user's own
-        return sorted(name.lower()) == sorted(meant)
-    blocks = SequenceMatcher(None, name, meant).get_matching_blocks()
-    longer = max(len(name), len(meant))
-    return sum(block.size for block in blocks) >= longer - 1
-
-
-def meant_by(name: str, known: Collection[str]) -> str | None:
-    """Return the ``known`` name that is most like another, other libraries' words
-    among them.
-    """
-    words = [*known, *(word for word, own in ELSEWHERE.items() if own in known)]
-    close = resembled(name, known) or checks.closest(name, words)
-    return close if close in known else ELSEWHERE.get(str(close))
-
-
-def check_names(names: Mapping[str, Any], known: Collection[str], what: str) -> None:
+def check_names(names: Iterable[str], known: Collection[str], what: str) -> None:
     """Check that all ``names`` that are given to ``what`` are known.
 
     Raises:
         TypeError: one is not.
     """
-    unknown = [name for name in names if name not in known]
+    unknown = sorted(name for name in names if name not in known)
     if not unknown:
         return
-    close = {n: meant_by(n, known) for n in unknown if n not in INSTEAD}
-    meant = [f"{near!r} for {name!r}" for name, near in close.items() if near]
-    do = f"did you mean {', '.join(meant[:MOST_NAMES])}?" if meant else "leave it out"
-    if len(unknown) > 1 and not meant:
-        do = "leave them out"
-    advice = dict.fromkeys(INSTEAD[name] for name in unknown if name in INSTEAD)
-    do = "; ".join([do, *advice])
-    shown = sorted(unknown)[:MOST_NAMES]
-    more = f" and {len(unknown) - len(shown)} more" if len(unknown) > len(shown) else ""
+    close = [m for name in unknown for m in get_close_matches(name, known, 1)]
+    do = f"did you mean {', '.join(map(repr, close[:MOST_NAMES]))}?"
+    more = f" and {len(unknown) - MOST_NAMES} more" * (len(unknown) > MOST_NAMES)
     raise TypeError(
-        f"got {shown}{more}, expected arguments of {what}: {do} (help({what}) lists "
-        "all of them)"
+        f"got {unknown[:MOST_NAMES]}{more}, expected arguments of {what}: "
+        f"{do if close else 'leave it out'} (help({what}) lists all of them)"
     )
 
 

@@ -13,7 +13,7 @@ from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
 from marsopt.rules.decay import at, complement
-from marsopt.rules.hyperparameters import number
+from marsopt.rules.hyperparameters import Numbers, number
 from marsopt.rules.preconditioner import Average, Preconditioner, Tensors
 
 
@@ -44,16 +44,14 @@ class Lion(Preconditioner):
 
     keeps = {"m": Buffer("exp_avg")}
 
-    @property
-    def beta1(self) -> Number:
-        return self.betas[1]  # decay rate of m, which Lion's paper calls beta2
+    def beta1(self, n: Numbers) -> Number:
+        beta2: Number = n.betas[1]  # the paper's name of the decay rate of m
+        return beta2
 
-    def scalars(
-        self, t: Tensor, lr: Number, w: Number | None = None
-    ) -> tuple[Number, ...]:
-        decay = 1 - lr * self.weight_decay
-        of_x, of_m = ((beta, t, self.log_time) for beta in self.betas)
-        return lr, decay, at(*of_x), complement(*of_x), at(*of_m), complement(*of_m)
+    def scalars(self, t: Tensor, n: Numbers) -> tuple[Number, ...]:
+        decay = 1 - n.lr * n.weight_decay
+        of_x, of_m = ((beta, t, n.log_time) for beta in n.betas)
+        return n.lr, decay, at(*of_x), complement(*of_x), at(*of_m), complement(*of_m)
 
     def update(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
@@ -91,7 +89,7 @@ class SignAverage(Average):
     def update(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        lr, decay, *weights = s
-        m, u = self.average(buffers["m"], c, weights)
-        step = lr * torch.sign(u)
+        lr, decay, mu, weight = s
+        m = mu * buffers["m"] + weight * c
+        step = lr * torch.sign(m)
         return self.decay_of(x, step, decay) * x - step, {"m": m}

@@ -15,11 +15,13 @@ from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
 from marsopt.rules.decay import at, complement
 from marsopt.rules.dtypes import nonzero, root, working_dtype
-from marsopt.rules.hyperparameters import number, structure
+from marsopt.rules.hyperparameters import Numbers, number, structure
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.newton_schulz import batched
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, MatrixAverage
-from marsopt.rules.preconditioner import Average, MatrixInput, MatrixOutput
+from marsopt.rules.preconditioner import Average, MatrixInput, MatrixOutput, Tensors
+
+OF_ROWS = 3  # scalars of a step that the owner reads: eps, beta2, 1 - beta2
 
 
 def one_per_row(shape: torch.Size, matrices: Matrices) -> torch.Size:
@@ -75,64 +77,64 @@ class NorMuon(MatrixAverage):
             one_per_row,
             home="owner",
             dtype="working",
-            is_nonnegative=True,
         ),
     }
     averaged = "m", "r"
 
-    @property
-    def counts_at_owner(self) -> bool:
-        return self.log_time is not None
+    def scalars(self, t: Tensor, n: Numbers) -> tuple[Number, ...]:
+        of_r = n.beta2, t, n.log_time
+        # 0 / (sqrt(0) + eps) is 0, with eps = 0 too
+        eps = nonzero(n.eps)
+        return eps, at(*of_r), complement(*of_r), *super().scalars(t, n)
+
+    def update(
+        self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        return super().update(x, c, buffers, s[OF_ROWS:])
+
+    def apply(
+        self, x: Tensor, o: Tensor, s: tuple[Tensor, ...], scale: Number
+    ) -> Tensor:
+        return super().apply(x, o, s[OF_ROWS:], scale)
 
     def at_owner(
         self, matrices: Sequence[MatrixInput], stage: Hashable
     ) -> list[MatrixOutput]:
         factors = [factor.matrix for factor in super().at_owner(matrices, stage)]
         alike: dict[Hashable, list[int]] = {}
-        for i, (whole, o) in enumerate(zip(matrices, factors, strict=True)):
+        for i, o in enumerate(factors):
             key = (o.shape, o.dtype) if o.ndim == 2 else i  # a batch by itself
-            alike.setdefault((key, id(whole.own)), []).append(i)
+            alike.setdefault(key, []).append(i)
         results = [MatrixOutput(o) for o in factors]
         for members in alike.values():
-            first = matrices[members[0]]
-            own = self if first.own is None else first.own
+            rows = [matrices[i].s[:OF_ROWS] for i in members]
             if len(members) == 1:
                 (i,) = members
-                w, r = own._factors_of_rows(factors[i], first.owned[0], first.t)
+                w, r = _factors_of_rows(factors[i], matrices[i].owned[0], *rows[0])
                 results[i] = _scaled(factors[i], w, r)
                 continue
-            wholes = [matrices[i] for i in members]
-            counts = [whole.t for whole in wholes if whole.t is not None]
-            t = torch.stack(counts)[:, None] if counts else None
-            r = torch.stack([whole.owned[0] for whole in wholes])
+            s = (torch.stack(column)[:, None] for column in zip(*rows, strict=True))
+            r = torch.stack([matrices[i].owned[0] for i in members])
             o = batched([factors[i] for i in members])
-            w, r = own._factors_of_rows(o, r, t)
+            w, r = _factors_of_rows(o, r, *s)
             for i, *row in zip(members, w.unbind(), r.unbind(), strict=True):
                 results[i] = _scaled(factors[i], *row)
         return results
 
-    def _factors_of_rows(
-        self, o: Tensor, r: Tensor, t: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the factors of the rows of o' ||o||_F / ||o'||_F beside o, and the new
-        r, both (..., rows).
-        """
-        squares = torch.linalg.vector_norm(o, dim=-1, dtype=working_dtype(o)).square()
-        beta2, weight = self._decay(t, r)
-        r = beta2 * r + weight * squares / max(1, o.shape[-1])
-        w = 1 / (root(r) + nonzero(self.eps))
-        before = squares.sum(-1, keepdim=True)  # ||o||^2
-        after = (squares * w * w).sum(-1, keepdim=True)  # ||o'||^2
-        tiny = torch.finfo(after.dtype).tiny  # of a zero matrix
-        return w * root(before / after.clamp(min=tiny)), r
 
-    def _decay(self, t: Tensor | None, r: Tensor) -> tuple[Number, Number]:
-        """Return beta2 and 1 - beta2 in step ``t``, as factors of ``r``."""
-        if self.log_time is None:
-            return self.beta2, 1 - self.beta2
-        assert t is not None  # counts_at_owner
-        of_r = self.beta2, t.to(r.dtype), self.log_time
-        return at(*of_r), complement(*of_r)
+def _factors_of_rows(
+    o: Tensor, r: Tensor, eps: Tensor, beta2: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the factors of the rows of o' ||o||_F / ||o'||_F beside o, and the new r,
+    both (..., rows).
+    """
+    squares = torch.linalg.vector_norm(o, dim=-1, dtype=working_dtype(o)).square()
+    r = beta2 * r + weight * squares / max(1, o.shape[-1])
+    w = 1 / (root(r) + eps)
+    before = squares.sum(-1, keepdim=True)  # ||o||^2
+    after = (squares * w * w).sum(-1, keepdim=True)  # ||o'||^2
+    tiny = torch.finfo(after.dtype).tiny  # of a zero matrix
+    return w * root(before / after.clamp(min=tiny)), r
 
 
 def _scaled(o: Tensor, w: Tensor, r: Tensor) -> MatrixOutput:

@@ -13,7 +13,7 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.checks import Number, Weight
 from marsopt.rules.decay import complement, product
-from marsopt.rules.hyperparameters import number, structure
+from marsopt.rules.hyperparameters import Numbers, number, structure
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.preconditioner import (
     Average,
@@ -35,7 +35,8 @@ def lr_scale(adjust_lr_fn: str, rows: int, cols: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MatrixAverage(Average, MatrixPreconditioner):
-    """An average with an orthogonalized direction: o = NS(u), and
+    """An average with an orthogonalized direction: with u = w c + (1 - w) m, and w = 0
+    by default, o = NS(u), and
 
         x <- (1 - lr weight_decay) x - lr scale(rows, cols) o
 
@@ -58,10 +59,6 @@ class MatrixAverage(Average, MatrixPreconditioner):
         return not isinstance(self.nesterov, bool)
 
     @property
-    def averages(self) -> bool:
-        return self.nesterov is False  # it looks at c itself, too
-
-    @property
     def makes_matrix(self) -> bool:
         return self.nesterov is not False
 
@@ -69,24 +66,22 @@ class MatrixAverage(Average, MatrixPreconditioner):
     def cost(self) -> NewtonSchulz:
         return self.ns
 
-    def scalars(
-        self, t: Tensor, lr: Number, w: Number | None = None
-    ) -> tuple[Number, ...]:
-        if self.nesterov is False:
-            return super().scalars(t, lr, w)
-        if self.nesterov is True:
-            w = complement(self.momentum, t, self.log_time)
-            return super().scalars(t, lr, w)
-        w = self.nesterov
-        of_m = (1 - w) / (1 - product(self.momentum, t, self.log_time))
-        return *super().scalars(t, lr), w, of_m
+    def scalars(self, t: Tensor, n: Numbers) -> tuple[Number, ...]:
+        of_m = n.momentum, t, n.log_time
+        if n.nesterov is False:
+            return super().scalars(t, n)
+        if n.nesterov is True:
+            w = complement(*of_m)
+            return *super().scalars(t, n), w, 1 - w
+        w = n.nesterov
+        return *super().scalars(t, n), w, (1 - w) / (1 - product(*of_m))
 
     def update(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        _, _, *weights = s
-        m, u = self.average(buffers["m"], c, weights)
-        return (None if u is m else u), {"m": m}
+        _, _, mu, weight, *w = s
+        m = mu * buffers["m"] + weight * c
+        return (w[0] * c + w[1] * m if w else None), {"m": m}
 
     def at_owner(
         self, matrices: Sequence[MatrixInput], stage: Hashable
@@ -117,7 +112,7 @@ class Orthogonal(MatrixAverage):
     normalizes its input: averages and the sums of other codes (b <- mu b + g, and
     NS(g + mu b)) have the same factor. Muon is nesterov with the scale "original",
     Moonlight with "match_rms_adamw"; MARS-Shampoo and MARS-M are Muon and Moonlight
-    without nesterov. MARS-M without clip is the authors' MARS-M-efficient.
+    without nesterov.
 
     Source: K. Jordan, Muon, 2024; Moonlight, arXiv 2502.16982; MARS-Shampoo, arXiv
     2411.10438, Algorithm 4; MARS-M, arXiv 2510.21800.

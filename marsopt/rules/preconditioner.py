@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from marsopt.rules import checks
 from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
 from marsopt.rules.decay import at, complement
-from marsopt.rules.hyperparameters import check_fields, number
+from marsopt.rules.hyperparameters import Numbers, check_fields, number
 
 Tensors = Mapping[str, Tensor]  # by symbol
 
@@ -45,17 +45,11 @@ class Preconditioner(ABC):
     def __post_init__(self) -> None:
         check_fields(self)
 
-    @property
     @abstractmethod
-    def beta1(self) -> Number:
-        """Decay of the first moment, which scales MARS's correction: with ``log_time``
-        its cap.
+    def beta1(self, n: Numbers) -> Number:
+        """Return the decay of the first moment, which scales MARS's correction: with
+        ``log_time`` its cap.
         """
-
-    @property
-    def averages(self) -> bool:
-        """Whether x and the state see c only through one average m."""
-        return False
 
     @property
     def buffers(self) -> dict[str, Buffer]:
@@ -63,16 +57,17 @@ class Preconditioner(ABC):
         return self.keeps
 
     @abstractmethod
-    def scalars(
-        self, t: Tensor, lr: Number, w: Number | None = None
-    ) -> tuple[Number, ...]:
+    def scalars(self, t: Tensor, n: Numbers) -> tuple[Number, ...]:
         """Return the scalars of a step from t = 1, 2, ... (N,): each is a number, or a
-        tensor with an entry for each norm (N,). ``w`` is as in ``Average``.
+        tensor with an entry for each norm (N,).
 
         ``update`` and ``apply`` get them as factors of x, (P, 1), rounded from float64
-        to the working dtype: compute 1 - beta here, too. A preconditioner that reads
-        only these scalars, and no hyperparameter of its own, shares its compiled graph
-        with all preconditioners of its kind.
+        to the working dtype: compute 1 - beta here, too.
+
+        Args:
+            t: the number of this step, of each norm.
+            n: ``lr`` and the numbers among this component's fields, as param groups
+                have them now; a field of ``self`` is only their default.
         """
 
     @abstractmethod
@@ -109,10 +104,8 @@ class MatrixInput(NamedTuple):
 
     matrix: Tensor  # (rows, cols), or a batch (num, rows, cols)
     owned: tuple[Tensor, ...] = ()  # the owner's buffers: (*shape) or (num, *shape)
-    t: Tensor | None = None  # 0-D, the tensor's step; None if no decay reads it
-    # the preconditioner with the numbers of this tensor's param group, if tensors of
-    # several groups share a call of ``at_owner``; None: the called preconditioner
-    own: Any = None
+    # the scalars of the matrix in this step, 0-D each, if owners keep buffers
+    s: tuple[Tensor, ...] = ()
 
     @property
     def is_outweighed(self) -> bool:
@@ -124,9 +117,8 @@ class MatrixOutput(NamedTuple):
     """The result of ``at_owner`` for one ``MatrixInput``."""
 
     matrix: Tensor  # in the shape of the input
-    # the owner's buffers after the step, None for a buffer that stays as it is. (None
-    # for all: the step has written the buffers in place.)
-    owned: tuple[Tensor | None, ...] | None = ()
+    # the owner's buffers after the step, None for a buffer that stays as it is
+    owned: tuple[Tensor | None, ...] = ()
 
 
 class MatrixCost(Protocol):
@@ -178,11 +170,6 @@ class MatrixPreconditioner(Preconditioner):
         return True
 
     @property
-    def counts_at_owner(self) -> bool:
-        """Whether ``at_owner`` reads t."""
-        return False
-
-    @property
     def every(self) -> int | None:
         """The period of ``stage``, in steps; None = all steps are equal."""
         return None
@@ -205,8 +192,7 @@ class MatrixPreconditioner(Preconditioner):
         nothing that is given changes.
 
         Args:
-            matrices: in the dtype that they traveled in, or wider. For a matrix with
-                ``own``, the hyperparameters of ``own`` hold.
+            matrices: in the dtype that they traveled in, or wider.
             stage: of these matrices in this step.
         """
 
@@ -230,14 +216,7 @@ class MatrixPreconditioner(Preconditioner):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Average(Preconditioner):
-    """One moment, and a direction u that looks ahead of it:
-
-        m <- mu m + (1 - mu) c
-        u = w c + (1 - w) m
-
-    w is 0 by default, 1 - mu with Nesterov's momentum, and gamma for approximate MARS
-    without clip: there m, the average of c, is gamma g + (1 - gamma) times the average
-    of g (quasi-hyperbolic momentum), so that neither h nor c has to be kept.
+    """One moment: m <- mu m + (1 - mu) c.
 
     Args:
         momentum: mu, decay rate of m: the authors' betas[0].
@@ -248,9 +227,9 @@ class Average(Preconditioner):
     keeps = {"m": Buffer("exp_avg")}
     averaged: ClassVar[tuple[str, ...]] = ("m",)  # the symbols of its averages
 
-    @property
-    def beta1(self) -> Number:
-        return self.momentum
+    def beta1(self, n: Numbers) -> Number:
+        momentum: Number = n.momentum
+        return momentum
 
     @property
     def buffers(self) -> dict[str, Buffer]:
@@ -268,24 +247,6 @@ class Average(Preconditioner):
         """Whether u divides m by 1 - mu^t."""
         return False
 
-    @property
-    def averages(self) -> bool:
-        return True
-
-    def scalars(
-        self, t: Tensor, lr: Number, w: Number | None = None
-    ) -> tuple[Number, ...]:
-        of_m = self.momentum, t, self.log_time
-        weights = () if w is None else (w, 1 - w)
-        decay = 1 - lr * self.weight_decay
-        return lr, decay, at(*of_m), complement(*of_m), *weights
-
-    def average(
-        self, m: Tensor, c: Tensor, weights: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Return (m, u), by the ``scalars`` after lr and the decay; u is m itself
-        without w.
-        """
-        mu, weight, *w = weights
-        m = mu * m + weight * c
-        return m, (w[0] * c + w[1] * m if w else m)
+    def scalars(self, t: Tensor, n: Numbers) -> tuple[Number, ...]:
+        of_m = n.momentum, t, n.log_time
+        return n.lr, 1 - n.lr * n.weight_decay, at(*of_m), complement(*of_m)

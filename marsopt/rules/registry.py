@@ -14,7 +14,7 @@ import torch
 
 from marsopt.rules import checks
 from marsopt.rules.adamw import AdamW
-from marsopt.rules.algorithm import GRADIENTS, MOMENTUM, Algorithm
+from marsopt.rules.algorithm import MOMENTUM, Algorithm
 from marsopt.rules.buffers import like_x
 from marsopt.rules.checks import Number
 from marsopt.rules.correction import Approximate, Correction, H
@@ -298,7 +298,7 @@ REGISTRY: dict[str, NamedRule] = {}
 
 # The names of all that a component may keep in ``optimizer.state[p]``; other entries
 # are the caller's.
-STATE_KEYS = {MOMENTUM, GRADIENTS, H.key}
+STATE_KEYS = {MOMENTUM, H.key}
 
 
 def canonical(name: str) -> str:
@@ -368,10 +368,6 @@ def register(component: NamedRule | type[Correction], *, replace: bool = False) 
 for _component in (*RULES, Approximate, Exact):
     register(_component)
 
-# Components that the tests of this project have checked, soap.py's too; None is no
-# correction.
-BUILT_IN = {type(None), *CORRECTIONS.values(), *(r.preconditioner for r in RULES)}
-
 
 def named(mars_type: str, argument: str = "mars_type") -> NamedRule:
     """Return the rule that ``mars_type`` names, in any spelling of ``canonical``.
@@ -384,6 +380,8 @@ def named(mars_type: str, argument: str = "mars_type") -> NamedRule:
     if name not in REGISTRY:
         close = checks.closest(name, REGISTRY)
         meant = f"did you mean {close!r}?" if close else "choose one of these names"
+        if isinstance(mars_type, int | float | torch.Tensor):
+            meant = f"pass lr={mars_type}"
         raise ValueError(
             f"got {argument}={mars_type!r}, expected one of {tuple(REGISTRY)}: {meant}"
         )

@@ -18,12 +18,7 @@ from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number, Weight
 from marsopt.rules.decay import complement, product
 from marsopt.rules.dtypes import full_float32, nonzero, root, working
-from marsopt.rules.hyperparameters import (
-    number,
-    numbers_of,
-    structure,
-    with_numbers,
-)
+from marsopt.rules.hyperparameters import Numbers, number, structure
 from marsopt.rules.matrices import LARGE, Matrices
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, lr_scale
@@ -33,7 +28,7 @@ from marsopt.rules.preconditioner import (
     MatrixPreconditioner,
     Tensors,
 )
-from marsopt.rules.registry import BUILT_IN, NamedRule, register
+from marsopt.rules.registry import NamedRule, register
 
 if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
     from jaxtyping import Float, Int
@@ -65,7 +60,6 @@ class Kept(NamedTuple):
 
     m: Tensor  # (..., rows, cols), in the basis, as v
     v: Tensor
-    n: Tensor  # (...): how many gradients the factors have
     row_factor: Tensor  # (..., rows, rows): L, and its basis
     row_basis: Tensor
     col_factor: Tensor  # (..., cols, cols): R, and its basis
@@ -131,7 +125,6 @@ class SOAP(MatrixPreconditioner):
         ...     print(symbol, tuple(buffer["w"].shape))
         m (1, 4, 2)
         v (1, 4, 2)
-        n (1,)
         L (1, 0, 0)
         QL (1, 0, 0)
         R (1, 2, 2)
@@ -153,26 +146,20 @@ class SOAP(MatrixPreconditioner):
 
     keeps = {
         "m": Buffer("exp_avg_in_basis", home="owner", is_debiased=True),
-        "v": Buffer(
-            "exp_avg_sq_in_basis", home="owner", is_debiased=True, is_nonnegative=True
-        ),
-        "n": Buffer(
-            "num_grads", home="owner", dtype=torch.float32, is_nonnegative=True
-        ),
+        "v": Buffer("exp_avg_sq_in_basis", home="owner", is_debiased=True),
         "L": Buffer("row_factor", home="owner", dtype="working"),
         "QL": Buffer("row_basis", home="owner", dtype="working", start="identity"),
         "R": Buffer("col_factor", home="owner", dtype="working"),
         "QR": Buffer("col_basis", home="owner", dtype="working", start="identity"),
     }
 
-    @property
-    def beta1(self) -> Number:
-        return self.betas[0]
+    def beta1(self, n: Numbers) -> Number:
+        beta1: Number = n.betas[0]
+        return beta1
 
     @property
     def buffers(self) -> dict[str, Buffer]:
-        shapes = {"n": _one_number}
-        shapes |= dict.fromkeys(("L", "QL"), partial(self._square, 0))
+        shapes = dict.fromkeys(("L", "QL"), partial(self._square, 0))
         shapes |= dict.fromkeys(("R", "QR"), partial(self._square, 1))
         return {
             symbol: buffer._replace(shape=shapes.get(symbol, buffer.shape))
@@ -188,19 +175,27 @@ class SOAP(MatrixPreconditioner):
         ns = self.ns if self.orthogonalize else None
         return SOAPCost(self.sides, self.precondition_frequency, self.max_dim, ns)
 
-    def scalars(
-        self, t: Tensor, lr: Number, w: Number | None = None
-    ) -> tuple[Number, ...]:
-        beta1, beta2 = self.betas
+    def scalars(self, t: Tensor, n: Numbers) -> tuple[Number, ...]:
+        (beta1, beta2), log_time = n.betas, n.log_time
+        b = beta2 if n.shampoo_beta is None else n.shampoo_beta
         moves = (t > 1).to(t.dtype)  # not in the first step
-        decay = 1 - moves * lr * self.weight_decay
-        if self.orthogonalize:
-            return moves * lr, decay
-        t = (t - 1).clamp(min=1)
-        rate = moves * lr * (1 - product(beta2, t, self.log_time)).sqrt()
-        if self.nesterov is not False:  # ``_adam`` debiases m
-            return rate, decay
-        return rate / (1 - product(beta1, t, self.log_time)), decay
+        decay = 1 - moves * n.lr * n.weight_decay
+        # m and v begin with the second gradient, the factors with the first
+        of_factors, t = complement(b, t, log_time), t - 1
+        of_m, of_v = (moves * complement(beta, t, log_time) for beta in n.betas)
+        t = t.clamp(min=1)
+        debias = 1 / (1 - product(beta1, t, log_time))
+        rate = moves * n.lr
+        if not self.orthogonalize:
+            rate = rate * (1 - product(beta2, t, log_time)).sqrt()
+            if n.nesterov is False:
+                rate = rate * debias
+        # beside a first gradient m and v are zero
+        eps = nonzero(n.eps) + (1 - moves)
+        common = rate, decay, moves, of_m, of_v, of_factors, eps
+        if n.nesterov is False:
+            return common
+        return *common, n.nesterov, (1 - n.nesterov) * debias
 
     def update(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
@@ -213,7 +208,7 @@ class SOAP(MatrixPreconditioner):
     def apply(
         self, x: Tensor, o: Tensor, s: tuple[Tensor, ...], scale: Number
     ) -> Tensor:
-        rate, decay = s
+        rate, decay, *_ = s
         if self.orthogonalize:
             step = (rate * scale) * o
             return self.decay_of(x, step, decay) * x - step
@@ -242,8 +237,7 @@ class SOAP(MatrixPreconditioner):
         with full_float32():
             o, new = [], []
             for (batch, _), matrix, buffers in zip(batches, g, kept, strict=True):
-                own: SOAP = self if batch.own is None else batch.own
-                direction, changes = own._adam(matrix, buffers, stage)
+                direction, changes = _adam(matrix, buffers, batch.s, stage)
                 o.append(direction)
                 # None is a buffer that this step leaves as it is
                 new.append([changes.get(field) for field in Kept._fields])
@@ -259,69 +253,56 @@ class SOAP(MatrixPreconditioner):
                 results[i] = MatrixOutput(o_i, tuple(each))
         return results
 
-    def _adam(
-        self, g: Tensor, kept: Kept, stage: Hashable
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return o, before it is orthogonalized, and the buffers that change, by
-        field.
-        """
-        b = self.betas[1] if self.shampoo_beta is None else self.shampoo_beta
-        m, v, n = kept.m.to(g.dtype), kept.v.to(g.dtype), kept.n
-        t = n.to(g.dtype)[..., None, None]  # of m and v; the factors have one step more
-        bases = kept.row_basis, kept.col_basis
-        new: dict[str, Tensor] = {}
-        is_first = n.eq(0).to(g.dtype)[..., None, None]
-        o = torch.zeros_like(g)
-        if stage != FIRST:
-            turned = _into(g, *bases)
-            of_m, of_v = (complement(b, t, self.log_time) for b in self.betas)
-            m = _mixed(m, turned, of_m * (1 - is_first))
-            v = _mixed(v, turned * turned, of_v * (1 - is_first))
-            # beside a first gradient m and v are zero
-            u = self._direction(m, turned, t)
-            eps = (nonzero(self.eps) + is_first).to(v.dtype)
-            o = _back(u / (root(v) + eps), *bases)
-            new |= dict(m=m, v=v)
-        factors = [
-            _mixed(factor, gram, complement(b, t + 1, self.log_time))
-            for factor, gram in zip(
-                (kept.row_factor, kept.col_factor), _grams(g, kept), strict=True
-            )
-        ]
-        new |= dict(n=n + 1, row_factor=factors[0], col_factor=factors[1])
-        if stage == FIRST:
-            left, right = map(_eigenvectors, factors)
-            bases = (
-                torch.where(is_first > 0, left, kept.row_basis),
-                torch.where(is_first > 0, right, kept.col_basis),
-            )
-        elif stage == REFRESH:
-            m = _back(m, *bases)
-            (left, rows), (right, cols) = map(_refreshed, factors, bases)
-            v = v if rows is None else _in_order(v, rows, -2)
-            v = v if cols is None else _in_order(v, cols, -1)
-            bases = left, right
-            new |= dict(m=_into(m, *bases), v=v)
-        if stage is not None:
-            new |= dict(row_basis=bases[0], col_basis=bases[1])
-        return o, new
-
-    def _direction(self, m: Tensor, g: Tensor, t: Tensor) -> Tensor:
-        """Return m, or with a number w for ``nesterov`` its sum with the gradient."""
-        if self.nesterov is False:
-            return m
-        w, t = self.nesterov, t.clamp(min=1)
-        of_m = (1 - w) / (1 - product(self.betas[0], t, self.log_time))
-        w = w.to(m.dtype) if isinstance(w, Tensor) else w
-        u: Tensor = of_m.to(m.dtype) * m + w * g
-        return u
-
-
-def _one_number(shape: torch.Size, matrices: Matrices) -> torch.Size:
-    return torch.Size([])
-
 
 # ---- over batches of matrices (..., rows, cols) --------------------------------------
+
+
+def _adam(
+    g: Tensor, kept: Kept, s: Sequence[Tensor], stage: Hashable
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return o, before it is orthogonalized, and the buffers that change, by field.
+
+    Args:
+        g: the gradients.
+        kept: the buffers of their owner.
+        s: ``SOAP.scalars``, 0-D or as factors of a batch (num, 1, 1).
+        stage: of these matrices in this step.
+    """
+    _, _, moves, of_m, of_v, of_factors, eps, *of_u = (x.to(g.dtype) for x in s)
+    m, v = kept.m.to(g.dtype), kept.v.to(g.dtype)
+    bases = kept.row_basis, kept.col_basis
+    new: dict[str, Tensor] = {}
+    o = torch.zeros_like(g)
+    if stage != FIRST:
+        turned = _into(g, *bases)
+        m = torch.lerp(m, turned, of_m)
+        v = torch.lerp(v, turned * turned, of_v)
+        u = of_u[1] * m + of_u[0] * turned if of_u else m
+        o = _back(u / (root(v) + eps), *bases)
+        new |= dict(m=m, v=v)
+    factors = [
+        torch.lerp(factor, gram, of_factors)
+        for factor, gram in zip(
+            (kept.row_factor, kept.col_factor), _grams(g, kept), strict=True
+        )
+    ]
+    new |= dict(row_factor=factors[0], col_factor=factors[1])
+    if stage == FIRST:
+        left, right = map(_eigenvectors, factors)
+        bases = (
+            torch.where(moves == 0, left, kept.row_basis),
+            torch.where(moves == 0, right, kept.col_basis),
+        )
+    elif stage == REFRESH:
+        m = _back(m, *bases)
+        (left, rows), (right, cols) = map(_refreshed, factors, bases)
+        v = v if rows is None else _in_order(v, rows, -2)
+        v = v if cols is None else _in_order(v, cols, -1)
+        bases = left, right
+        new |= dict(m=_into(m, *bases), v=v)
+    if stage is not None:
+        new |= dict(row_basis=bases[0], col_basis=bases[1])
+    return o, new
 
 
 def gram_matrix(
@@ -347,28 +328,14 @@ def _together(matrices: Sequence[MatrixInput]) -> list[tuple[MatrixInput, list[i
         if len(members) > 1:
             wholes = [matrices[i] for i in members]
             owned = zip(*(w.owned for w in wholes), strict=True)
-            matrix = torch.stack([w.matrix for w in wholes])
+            scalars = zip(*(w.s for w in wholes), strict=True)
             first = MatrixInput(
-                matrix,
-                owned=tuple(torch.stack(buffer) for buffer in owned),
-                own=_own(wholes),
+                torch.stack([w.matrix for w in wholes]),
+                tuple(torch.stack(buffer) for buffer in owned),
+                tuple(torch.stack(column)[:, None, None] for column in scalars),
             )
         batches.append((first, members))
     return batches
-
-
-def _own(matrices: Sequence[MatrixInput]) -> SOAP | None:
-    """Return one preconditioner for a batch of matrices: numbers of several groups as
-    factors (num, 1, 1) of the batch.
-    """
-    owns = [whole.own for whole in matrices]
-    first: SOAP | None = owns[0]
-    if len(set(map(id, owns))) == 1:
-        return first
-    columns = zip(*map(numbers_of, owns), strict=True)
-    numbers = [torch.stack(column)[:, None, None] for column in columns]
-    joined: SOAP = with_numbers(first, iter(numbers))
-    return joined
 
 
 def _grams(g: Tensor, kept: Kept) -> tuple[Tensor, Tensor]:
@@ -393,13 +360,6 @@ def _back(x: Matrix, left: Left, right: Right) -> Matrix:
     """Return Q_L X Q_R^T."""
     x = left @ x if _exists(left) else x
     return x @ right.mT if _exists(right) else x
-
-
-def _mixed(old: Tensor, new: Tensor, weight: Number) -> Tensor:
-    """Return the average after ``new``, with this weight, in one pass."""
-    if isinstance(weight, Tensor):
-        weight = weight.to(old.dtype)
-    return torch.lerp(old, new, weight)
 
 
 def _in_order(x: Matrix, order: Int[Tensor, "*batch size"], dim: int) -> Matrix:
@@ -513,4 +473,3 @@ RULES = (
 )
 for _row in RULES:
     register(_row)
-BUILT_IN.add(SOAP)

@@ -23,15 +23,17 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from marsopt.step import kernels
+
 log = logging.getLogger(__name__)
 
 # ---- whether and how to compile ------------------------------------------------------
 
 
 @cache
-def missing_for(device_type: str) -> str | None:
-    """What torch.compile lacks here for ``device_type``, or None."""
-    if device_type == "cpu":
+def missing_for(device: torch.device) -> str | None:
+    """What torch.compile and printed kernels lack here for ``device``, or None."""
+    if device.type == "cpu":
         compilers = (
             [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "cl"]
         )
@@ -42,12 +44,15 @@ def missing_for(device_type: str) -> str | None:
         return None
     from torch.utils._triton import has_triton  # ``import torch`` does not import it
 
-    if has_triton():
-        return None
-    return f"no Triton for {device_type}"
+    if not has_triton():
+        return f"no Triton for {device.type}"
+    if kernels.is_interpreted():
+        return "no compiled kernel under TRITON_INTERPRET=1"
+    why = kernels.why_not_built(device)
+    return None if why is None else f"no kernel that Triton can build ({why})"
 
 
-def resolve_compile(compile: bool | None, device_type: str) -> bool:
+def resolve_compile(compile: bool | None, device: torch.device) -> bool:
     """Resolve the ``compile`` argument. None asks the machine, and logs the answer.
 
     Raises:
@@ -60,7 +65,7 @@ def resolve_compile(compile: bool | None, device_type: str) -> bool:
         )
     if compile is False:
         return False
-    missing = missing_for(device_type)
+    missing = missing_for(device)
     if missing is None:
         log.info(
             "marsopt: the optimizer step is compiled (compile=False turns this off)"
@@ -81,9 +86,9 @@ def announce() -> None:
     step looks as if it hung.
     """
     log.warning(
-        "marsopt: compiling the optimizer's step, once: some 10 s, on a GPU up to 30, "
-        "and less where torch's cache on disk has it; compile=False starts at once, "
-        "but every step then takes longer, often several times as long"
+        "marsopt: compiling the formulas of the optimizer's step, once: some 10 s, on "
+        "a GPU up to 30, and less where torch's cache on disk has them; compile=False "
+        "compiles nothing"
     )
 
 
@@ -107,7 +112,12 @@ def known_instructions() -> dict[str, bool]:
 NUMBER = itertools.count(1)  # of every graph
 LINES = 10_000  # more than a file has: a graph's line, modulo these, is its function's
 KEPT = 128  # graphs of the process, the latest; an optimizer keeps its own beside them
-UNASKED = {"size_asserts": False}  # Dynamo's guards have asked them
+OPTIONS = {
+    "size_asserts": False,  # Dynamo's guards have asked them
+    # TORCHINDUCTOR_CUDAGRAPHS=1 is for the model: a replay would write a new norm into
+    # the ``grad_norm`` that a caller kept
+    "triton.cudagraphs": False,
+}
 # A decision for each tensor is a few bytes in each of many steps. Inductor fuses loops
 # that share data, ten bytes or more; here each loop for itself costs a launch.
 SMALL_LOOPS = {"aggressive_fusion": True, "score_fusion_memory_threshold": 0}
@@ -139,7 +149,7 @@ def compile_graph(
     line = code.co_firstlineno + next(NUMBER) * LINES
     code = code.replace(co_name=name, co_firstlineno=line)
     graph = types.FunctionType(code, globals(), name, None, call.__closure__)
-    options: dict[str, Any] = {**_known(UNASKED), **known_instructions()}
+    options: dict[str, Any] = {**_known(OPTIONS), **known_instructions()}
     options |= {} if dynamic else _known(SMALL_LOOPS)
     options["guard_filter_fn"] = guards
     return torch.compile(graph, fullgraph=True, dynamic=dynamic, options=options)
@@ -158,29 +168,15 @@ graph_of = lru_cache(maxsize=KEPT)(compile_graph)
 
 
 def declined() -> str | None:
-    """Return the mode in which Dynamo traces nothing, or None."""
+    """Return the mode that asks for eager steps, or None. Dynamo traces nothing there,
+    and a fullgraph would raise.
+    """
     if torch._C._len_torch_dispatch_stack():
         return "under a TorchDispatchMode"
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if os.environ.get(name) == "1":
             return f"with {name}=1"
     return None
-
-
-def backend_failed(error: Exception) -> bool:
-    """Return whether a compiled function has failed before it ran."""
-    from torch._dynamo.exc import ShortenTraceback  # of BackendCompilerFailed, too
-
-    return isinstance(error, ShortenTraceback)
-
-
-def is_spent(error: Exception) -> bool:
-    """Return whether Dynamo refuses to compile a graph yet again, for tensors or modes
-    that it has not met before: a new graph has a limit of its own.
-    """
-    from torch._dynamo.exc import FailOnRecompileLimitHit
-
-    return isinstance(error, FailOnRecompileLimitHit)
 
 
 def once() -> Callable[[int, str], None]:

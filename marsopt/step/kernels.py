@@ -19,18 +19,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marsopt.step.printer import BLOCK, CHUNK, NARROW, NUM_WARPS, Printed
+from marsopt.step.printer import BLOCK, CHUNK, NARROW, OPTIONS, Printed
+
+PROBE = """\
+# marsopt: whether Triton builds kernels
+import triton
+
+
+@triton.jit
+def probe(number):
+    pass
+"""
 
 
 def available(device: torch.device) -> bool:
     """Whether Triton runs on ``device``: a recent GPU; a CPU, if TRITON_INTERPRET=1."""
     if importlib.util.find_spec("triton") is None:
         return False
-    if device.type == "cpu":
-        return os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type == "cpu" or is_interpreted():
+        return device.type == "cpu" and is_interpreted()
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def is_interpreted() -> bool:
+    """Whether Triton interprets kernels, which then read the host's memory."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def why_not_built(device: torch.device) -> str | None:
+    """Launch a kernel that does nothing, and return why that fails, or None. Triton
+    needs a C compiler, a folder for its cache, and a GPU that its assembler knows.
+    """
+    try:
+        with device_guard(device):
+            load(PROBE).probe[(1,)](0, **OPTIONS)
+    except Exception as error:  # of subprocesses, files, Triton, the driver
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return None
 
 
 class Blocks:
@@ -39,18 +66,17 @@ class Blocks:
 
     Args:
         sizes: elements of each of P parts.
+        offsets: (P,) elements from the start of each part's tensor to the part.
         device: device of the parts.
-        positions: (P, 3), the ``parts.Position`` of each part; None: no kernel reads
-            them.
         block: elements of a program, a power of two.
     """
 
     def __init__(
         self,
         sizes: Sequence[int],
+        offsets: Tensor,
         device: torch.device,
         *,
-        positions: Tensor | None = None,
         block: int = BLOCK,
     ) -> None:
         numbers = torch.tensor(sizes, dtype=torch.int64, device="cpu")
@@ -62,9 +88,7 @@ class Blocks:
         self.num_elements = sum(sizes)
         self.block, self.device = block, device
         self.sizes = numbers.to(device)  # (P,)
-        if positions is None:
-            positions = numbers.new_zeros(len(numbers), 3)
-        self.positions = positions.mT.contiguous().to(device)  # (3, P)
+        self.bases = offsets.to(device)  # (P,)
         self.parts = parts.to(device, torch.int32)  # (num_blocks,)
         self.blocks = blocks.to(device, torch.int32)  # (num_blocks,), inside its part
         self.firsts = firsts.to(device, torch.int32)  # (P + 1,) blocks before each part
@@ -166,14 +190,13 @@ class Kernel:
             BLOCK=parts.block,
             WIDE=min(printed.wide, parts.block),
             NARROW=min(NARROW, parts.block),
-            num_warps=NUM_WARPS,
         )
 
     def _launch(
         self, function: Any, num: int, *args: Tensor | int, **sizes: int
     ) -> None:
         if num:
-            function[(num,)](*args, **sizes)
+            function[(num,)](*args, **sizes, **OPTIONS)
 
 
 class UpdateKernel(Kernel):
@@ -197,7 +220,7 @@ class UpdateKernel(Kernel):
         assert ok.is_contiguous() and scalars.is_contiguous()
         with device_guard(parts.device):
             blocks = parts.parts, parts.blocks
-            self._launch_blocks(parts, addresses, parts.positions, *blocks, ok, scalars)
+            self._launch_blocks(parts, addresses, parts.bases, *blocks, ok, scalars)
 
 
 class SumsKernel(Kernel):

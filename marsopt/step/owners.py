@@ -4,7 +4,7 @@ for tensors that live whole in one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol, cast, runtime_checkable
 
@@ -50,11 +50,8 @@ class Request(NamedTuple):
     matrices: Matrices
     preconditioner: MatrixPreconditioner
     stage: Hashable = None
-    # returns owners' buffers after the step, from the old and the new buffers; None if
-    # it has written into the old buffers
-    keep: Callable[[Tensors, tuple[Tensor | None, ...]], Tensors | None] = (
-        lambda old, new: None
-    )
+    ok: Tensor | None = None  # 0-D bool: whether owners' buffers change; None: they do
+    writes: bool = False  # whether the new buffers are written into the old ones
 
     @property
     def leaf(self) -> MatrixParam:
@@ -73,7 +70,17 @@ class Request(NamedTuple):
 
     def kept(self, result: MatrixOutput) -> MatrixOutput:
         """Return the result of this request, with owners' buffers after the step."""
-        return result._replace(owned=self.keep(self.input.owned, result.owned or ()))
+        owned = []
+        pairs = zip(self.input.owned, result.owned, strict=False)
+        for old, new in pairs:
+            if new is None:
+                owned.append(old)
+                continue
+            ok = torch.ones_like(old[..., :1]).bool() if self.ok is None else self.ok
+            values = ok, new.to(old.dtype), old
+            out = {"out": old} if self.writes else {}
+            owned.append(torch.where(*values, **out))
+        return result._replace(owned=tuple(owned))
 
 
 def precondition_leaves(requests: Sequence[Request]) -> list[MatrixOutput]:
@@ -90,8 +97,12 @@ def precondition_leaves(requests: Sequence[Request]) -> list[MatrixOutput]:
 
 
 def batches_of(request: Request) -> list[MatrixInput]:
-    """Return the matrices of a leaf; matrices of one shape as a batch."""
+    """Return the matrices of a leaf; matrices of one shape as a batch. A leaf without
+    an element has none.
+    """
     whole, matrices, shape = request.input, request.matrices, request.tensor.shape
+    if not whole.matrix.numel():
+        return []
     batches = matrices.unbound(whole.matrix, shape)
     if matrices.is_even(shape):
         owned = [[x[0] if batches[0].ndim == 2 else x] for x in whole.owned]
@@ -119,7 +130,7 @@ def joined(request: Request, results: Sequence[MatrixOutput]) -> MatrixOutput:
     """Return the results of all matrices of a leaf, or of batches of them, in order, as
     the result of the leaf.
     """
-    if not results:  # no batch of several shapes lies here
+    if not results:  # no element lies here
         return request.empty_output
     owned = request.input.owned
     new = [cast(Tensors, result.owned) for result in results if result.owned]
@@ -242,8 +253,8 @@ class Collectives(Protocol):
         self, values: Mapping[str, object], params: Sequence[tuple[Tensor, str]]
     ) -> None:
         """Raise on every rank unless all have equal ``values``, by their names in
-        errors; and, if every rank holds all parameters, equal ``params``, each with
-        its name.
+        errors; and, if every rank holds all parameters, equal ``params`` and
+        gradients, each with its name.
         """
 
     def sum(self, partial: Tensor, leaves: Sequence[Tensor]) -> Tensor:

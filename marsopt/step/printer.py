@@ -27,7 +27,11 @@ from marsopt.step.source import (
 )
 
 BLOCK = 4096  # elements of a program
-NUM_WARPS = 4  # on an H200 8,192 elements by 8 warps take 1.12 times as long
+OPTIONS = {  # of Triton's compiler
+    "num_warps": 4,  # on an H200 8,192 elements by 8 warps take 1.12 times as long
+    # as it was timed, by whatever version: Triton 3.10 changes the default
+    "enable_fp_fusion": True,
+}
 # elements of an unmasked step through a block, by the registers that one element's
 # operands take, at most: more elements spill
 WIDE = {5: 4096, 9: 2048, 1 << 30: 1024}
@@ -85,8 +89,8 @@ def print_update(
         title: names the formula, in its source and in a profiler's trace.
         body: ``body(tensors, columns, position)``, pure: operands by name (1, n), in
             their own dtypes; scalars of the part (1, 1); numbers (1, n), int64, of the
-            elements in the whole unsharded tensor. It returns new values by the names
-            of their operands.
+            elements in their tensor. It returns new values by the names of their
+            operands.
         operands: dtypes by name, in the order of the address table.
         num_columns: scalars of a part.
         column_dtype: their dtype.

@@ -35,11 +35,11 @@ UPDATE = """
 @triton.jit(
     do_not_specialize=["num_parts"],
     do_not_specialize_on_alignment=[
-        "addresses", "sizes", "positions", "parts", "blocks", "moves", "scalars",
+        "addresses", "sizes", "bases", "parts", "blocks", "moves", "scalars",
     ],
 )
 def {name}(
-    addresses, sizes, positions, parts, blocks, moves, scalars, num_parts,
+    addresses, sizes, bases, parts, blocks, moves, scalars, num_parts,
     BLOCK: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -82,14 +82,8 @@ START = """\
 start = tl.load(blocks + program).to(tl.int64) * BLOCK
 size = tl.minimum(tl.load(sizes + part) - start, BLOCK).to(tl.int32)
 """
-RUNS = """\
-base = tl.load(positions + part)
-run = tl.load(positions + num_parts + part)
-stride = tl.load(positions + 2 * num_parts + part)
-"""
-# elements of a whole block in one run: no division for each of them
-ONE_RUN = "position = base + start // run * stride + start % run + lanes"
-POSITION = "position = base + index // run * stride + index % run"
+BASE = "base = tl.load(bases + part) + start"
+POSITION = "position = base + lanes"
 
 
 def kernel_name(title: str) -> str:
@@ -147,8 +141,8 @@ class Block:
             for row, name in enumerate(self.operands)
             if name in self.accessed
         ]
-        runs = RUNS.splitlines() if self.has_position else []
-        return [*START.splitlines(), *addresses, *runs]
+        base = [BASE] if self.has_position else []
+        return [*START.splitlines(), *addresses, *base]
 
     def branches(self, wide: Sequence[str], masked: Sequence[str]) -> list[str]:
         """Return the lines that go through the block.
@@ -172,17 +166,15 @@ class Block:
         ]
 
     def condition(self) -> list[str]:
-        """Return the test that a block is whole, aligned and in one run."""
+        """Return the test that a block is whole and aligned."""
         bits = " | ".join(f"{name}_address" for name in self.accessed)
         lines = [f"is_wide = (size == BLOCK) & (({bits}) % {WIDEST} == 0)"]
         lines += [f"is_wide &= {name}_address != 0" for name in self.accessed]
-        if self.has_position:
-            lines.append("is_wide &= start % run + BLOCK <= run")
         return [*lines, "if is_wide:"]
 
     def wide_pointers(self) -> list[str]:
         lines = ["lanes = first + tl.arange(0, WIDE)"]
-        lines += [ONE_RUN] if self.has_position else []
+        lines += [POSITION] if self.has_position else []
         for name in self.accessed:
             address = f"tl.multiple_of({name}_address, {WIDEST})"
             lines.append(f"{name} = {self.pointer(name, address)} + start + lanes")
@@ -196,7 +188,7 @@ class Block:
         for name in self.accessed:
             pointer = self.pointer(name, f"{name}_address")
             lines.append(f"{name} = {pointer} + index")
-            lines.append(f"has_{name} = (lanes < size) & ({name}_address != 0)")
+            lines.append(f"has_{name} = lanes < tl.where({name}_address != 0, size, 0)")
         return lines
 
     def pointer(self, name: str, address: str) -> str:

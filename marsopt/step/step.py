@@ -1,13 +1,11 @@
-"""The one step, over parts of tensors: measure all gradients, sum over shards, decide,
-update, let owners work on whole matrices, apply. ``Rule.step`` and ``MARS.step`` both
-take it; a ``Runner`` says how its formulas are computed.
+"""The one step, over leaves: measure all gradients, sum over shards, decide, update,
+let owners work on whole matrices, apply. ``Rule.step`` and ``MARS.step`` both take it;
+a ``Runner`` says how its formulas are computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -17,126 +15,179 @@ from torch import Tensor
 from marsopt.rules import rounding
 from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.checks import Number
-from marsopt.rules.dtypes import working
-from marsopt.rules.preconditioner import (
-    MatrixCost,
-    MatrixInput,
-    MatrixOutput,
-    MatrixPreconditioner,
-)
-from marsopt.step.owners import LOCAL, Collectives, Request, Tensors
-from marsopt.step.parts import Parts, numbers_of_elements
-from marsopt.step.tables import (
+from marsopt.rules.dtypes import scalar_dtype, working
+from marsopt.rules.preconditioner import MatrixInput
+from marsopt.step.compiling import named_range
+from marsopt.step.decide import (
     Decision,
-    GroupInputs,
     Inputs,
     StepScalars,
     decide,
     decide_alone,
-    scalar_dtype,
     sums_of_norms,
 )
+from marsopt.step.leaf import Leaf
+from marsopt.step.owners import LOCAL, Collectives, Request, Tensors
 
 ROW = 512  # elements that are summed before rows are
 
 Result = TypeVar("Result")
-Place = tuple[int, int]  # of a leaf: its group, and its number there
-Gradients = Sequence[Sequence[Tensor | None]]  # of every leaf of every group
+Gradients = Sequence[Sequence[Tensor | None]]  # (P, n) of every leaf of every group
+Operands = Mapping[str, Sequence[Tensor | None]]  # (P, n) of every leaf, by name
+Results = dict[str, Tensor]  # (P, n) of one leaf, by name
+# of an algorithm, scalars of its parts, operands, and the numbers of their elements
+Formula = Callable[[Algorithm, StepScalars, Results, Tensor | None], Results]
 
-# ---- the tensors of a step -----------------------------------------------------------
+# ---- tensors of a step ---------------------------------------------------------------
 
 
-class Leaf(NamedTuple):
-    """A tensor of a step, or with ``is_stack`` a stack (L, ...) of tensors: the pieces
-    that lie here, without gradient.
+class Leaves:
+    """Leaves of one formula that are updated together.
+
+    Args:
+        inputs: the tables of their formula.
+        leaves: the leaves.
+        rows: of each, its rows of a table of parts (P, S).
     """
 
-    x: Tensor
-    buffers: Mapping[str, Tensor]  # by symbol, those at home in shards, and h, like x
-    parts: Parts  # of all its elements
-    params: Sequence[Tensor]  # as the user holds them: DTensors, too
-    # numbers of the elements in whole tensors: (base, run, stride) of each part (P, 3),
-    # or of each element (n,); None: nothing is rounded stochastically
-    positions: Tensor | None = None
-    owned: Sequence[Tensors] = ()  # of each tensor, the buffers that its owners keep
-    # the matrix preconditioner with the numbers of the tensor's param group
-    preconditioner: MatrixPreconditioner | None = None
-    is_stack: bool = False
+    def __init__(
+        self, inputs: Inputs, leaves: Sequence[Leaf], rows: Sequence[slice]
+    ) -> None:
+        self.inputs, self.algorithm = inputs, inputs.algorithm
+        self.leaves, self.rows = leaves, rows
+        of_each = [leaf.operands for leaf in leaves]
+        self.operands = {name: [o[name] for o in of_each] for name in of_each[0]}
+
+
+class Group(Leaves):
+    """All leaves of one formula.
+
+    Args:
+        inputs: the tables of their formula.
+        leaves: the leaves.
+        stages: of each of their params, the extra work of its owners in this step, if
+            steps differ.
+    """
+
+    def __init__(
+        self, inputs: Inputs, leaves: Sequence[Leaf], stages: Sequence[Hashable] = ()
+    ) -> None:
+        parts = accumulate([len(leaf.norms) for leaf in leaves], initial=0)
+        super().__init__(inputs, leaves, [slice(*pair) for pair in pairwise(parts)])
+        self.stages = stages
+        # the number of the first of each leaf's params
+        self.firsts = [*accumulate([len(leaf.params) for leaf in leaves], initial=0)]
+
+
+class MatrixLeaves(Leaves):
+    """Leaves of a matrix algorithm whose matrices go to their owners together.
+
+    Args:
+        number: of their group.
+        group: their group.
+        members: their numbers in it.
+        is_batch: whether their matrices are made as one batch.
+    """
+
+    def __init__(
+        self, number: int, group: Group, members: Sequence[int], is_batch: bool
+    ) -> None:
+        leaves = [group.leaves[i] for i in members]
+        super().__init__(group.inputs, leaves, [group.rows[i] for i in members])
+        self.number, self.group, self.members = number, group, members
+        self._is_batch = is_batch
+        self._output: Any = ...  # found by the first step that writes
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """Return x and all buffers."""
-        return [self.x, *self.buffers.values()]
+    def output(self) -> torch.dtype | None:
+        """The dtype of the matrices for owners that an update writes into tensors of
+        their own; None: m is the matrix.
+        """
+        if self._output is ...:
+            self._output = None
+            if self._is_batch or self.algorithm.makes_matrix:
+                cost = self.algorithm.matrix_preconditioner.cost
+                on_device = cost.on(self.leaves[0].x.device.type)
+                self._output = on_device.payload(self.inputs.dtype)
+        output: torch.dtype | None = self._output
+        return output
 
-    def unbind(self, values: Tensor) -> Sequence[Tensor]:
-        """Return ``values``, shaped as x, of each tensor."""
-        return values.unbind() if self.is_stack else [values]
+    def outputs(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return new tensors for the matrices of leaves with a gradient, (P, n), which
+        are the rows of one if they are a batch.
+        """
+        xs = self.operands["x"]
+        active = [None if g is None else x for x, g in zip(xs, grads, strict=True)]
+        if not self._is_batch:
+            empty = torch.empty_like
+            return [x if x is None else empty(x, dtype=self.output) for x in active]
+        sizes = [0 if x is None else x.numel() for x in active]
+        batch = self.leaves[0].x.new_empty(sum(sizes), dtype=self.output)
+        pairs = zip(active, batch.split(sizes), strict=True)
+        return [x if x is None else row.view(x.shape) for x, row in pairs]
 
-    def joined(self, values: Sequence[Tensor]) -> Tensor:
-        """Return the values of each tensor, shaped as x."""
-        return torch.stack(list(values)) if self.is_stack else values[0]
 
+def exchanges_of(
+    groups: Sequence[Group], is_local: bool, is_batch: bool
+) -> list[list[MatrixLeaves]]:
+    """Return the leaves of matrix algorithms by exchanges with owners: the algorithms
+    of one exchange have one cost. Temporaries of an exchange are freed before the next.
 
-@dataclass
-class Group:
-    """The tensors of one formula."""
-
-    algorithm: Algorithm  # asked for formulas, not for numbers
-    leaves: Sequence[Leaf]
-    inputs: Inputs | GroupInputs
-    num_steps: int = 0  # taken before this one, as the host counts them
-
-    def __post_init__(self) -> None:
-        parts = accumulate([leaf.parts.num for leaf in self.leaves], initial=0)
-        # of each leaf: its rows of the table, and the number of its first tensor
-        self.rows = [slice(*pair) for pair in pairwise(parts)]
-        self.firsts = [*accumulate([len(x.params) for x in self.leaves], initial=0)]
+    Args:
+        groups: everything that is updated.
+        is_local: whether one process has all matrices whole.
+        is_batch: whether its device is fastest on all matrices of one shape at once; a
+            CPU takes large matrices one by one.
+    """
+    exchanges: dict[Hashable, dict[int, list[int]]] = {}
+    for number, group in enumerate(groups):
+        if not group.algorithm.matrix_only:
+            continue
+        for i, leaf in enumerate(group.leaves):
+            key: Hashable = group.algorithm.matrix_preconditioner.cost
+            if is_local:
+                shapes = group.algorithm.matrices.shapes_in(leaf.params[0].shape)
+                sizes = tuple(dict.fromkeys(size for _, size in shapes))
+                key = (number, sizes) if is_batch else (number, i)
+            exchanges.setdefault(key, {}).setdefault(number, []).append(i)
+    return [
+        [MatrixLeaves(n, groups[n], each, is_batch) for n, each in sets.items()]
+        for sets in exchanges.values()
+    ]
 
 
 class Runner(Protocol):
     """Computes the formulas of a step."""
 
-    def measure(self, groups: Sequence[Group], grads: Gradients) -> list[Tensor]:
-        """Return the ``products`` of all parts of each group, (P, pairs)."""
+    writes: bool  # whether ``map`` writes its results into operands
 
-    def call(self, function: Callable[..., Result], *args: Any) -> Result:
-        """Return ``function(*args)``: a function of ``tables`` that writes nothing."""
-
-    def run_collective(
-        self, label: str, function: Callable[..., Result], *args: Any
-    ) -> Result:
-        """Run ``function``, which contains a collective, eagerly; ``label`` names it in
-        a trace.
+    def reduce(self, leaves: Leaves, grads: Sequence[Tensor | None]) -> Tensor:
+        """Return the ``products`` of all parts of these leaves, (P, pairs) in the dtype
+        of scalars; zeros for missing gradients.
         """
 
-    def start(
-        self, groups: Sequence[Group], grads: Gradients, decision: Decision
-    ) -> None:
-        """Take over what ``update`` and ``apply`` of this step read."""
+    def map(
+        self,
+        function: Formula,
+        leaves: Leaves,
+        operands: Operands,
+        ok: Tensor,
+        table: Tensor,
+    ) -> list[Results | None]:
+        """Return the results of a formula by name for each leaf; None for a leaf with a
+        missing operand. Parts that are not ``ok`` keep the values that the operands of
+        these names have.
 
-    def portions(self, groups: Sequence[Group]) -> Sequence[Sequence[Place]]:
-        """Return which leaves are updated together: the temporaries of one portion are
-        freed before the next. No portion has leaves of matrix algorithms beside leaves
-        of elementwise ones.
+        Args:
+            function: the formula.
+            leaves: of one formula.
+            operands: tensors (P, n) of each leaf, by name.
+            ok: (P,) bool, of all parts of the leaves' group.
+            table: (P, S) scalars, of all parts of the leaves' group.
         """
 
-    def update(self, places: Sequence[Place]) -> list[Tensor]:
-        """Compute ``new_values`` of leaves. If their algorithm is one of matrices,
-        return of each leaf the matrices for their owners, shaped as the leaf.
-        """
-
-    def apply(self, places: Sequence[Place], directions: Sequence[Tensor]) -> None:
-        """Compute the new x of leaves of matrices from their owners' results."""
-
-    def finish(self) -> None:
-        """Let this step's gradients go."""
-
-    def store(
-        self, ok: Tensor, old: Tensors, new: tuple[Tensor | None, ...]
-    ) -> Tensors | None:
-        """Return ``new`` if ``ok`` (0-D bool), else ``old``, as in the place of None;
-        None if the result was written into ``old``.
-        """
+    def small(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Return ``function(*args)``, of small tables; it writes nothing."""
 
 
 # ---- formulas over parts -------------------------------------------------------------
@@ -176,225 +227,250 @@ def products(g: Tensor, h: Tensor | None, is_long: bool) -> Tensor:
     return torch.stack([a + b for a, b in zip(rows, rest, strict=True)], 1)
 
 
-def new_values(
+def updated(
     algorithm: Algorithm,
     s: StepScalars,
-    x: Tensor,
-    g: Tensor,
-    buffers: Mapping[str, Tensor],
-    index: Tensor | None,
-) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Return two results: the new x of an elementwise algorithm, or the matrix for the
-    owners of a matrix algorithm (None stands for m); and the new buffers by symbol, in
+    tensors: dict[str, Tensor],
+    index: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Return new values by name: x of an elementwise algorithm, or the matrix o for the
+    owners of a matrix algorithm, if that is another one than m; and the buffers, in
     their own dtypes.
 
     Args:
         algorithm: the algorithm of x.
         s: scalars of the step, as factors of x.
-        x, g: (P, n), a tensor and its gradient.
-        buffers: at home in shards, and h if there is one, by symbol (P, n).
-        index: numbers of the elements in the whole tensor, for stochastic rounding.
+        tensors: x, its gradient g, its buffers at home in shards, and h if there is
+            one, (P, n) each.
+        index: numbers of the elements in this process's piece, for stochastic rounding.
     """
-    g = working(g)
+    x, g = working(tensors["x"]), working(tensors["g"])
     c = s.weights[0] * g
     if algorithm.h_from is not None:
-        c = c + s.weights[1] * working(buffers["h"])
-    moments = {symbol: working(buffers[symbol]) for symbol in algorithm.moments}
-    out, new = algorithm.preconditioner.update(working(x), c, moments, s.rule)
-    correction = algorithm.active_correction
-    if correction is not None and s.global_clip is not None:
-        new["h"] = correction.next_h(s.global_clip * g, working(buffers["h"]))
-    return out, {
-        symbol: _rounded(algorithm, symbol, value, buffers[symbol].dtype, s.key, index)
-        for symbol, value in new.items()
-    }
-
-
-def _rounded(
-    algorithm: Algorithm,
-    symbol: str,
-    value: Tensor,
-    dtype: torch.dtype,
-    key: Tensor | None,
-    index: Tensor | None,
-) -> Tensor:
-    """Return a new value of a buffer in the buffer's dtype.
-
-    Args:
-        algorithm: the algorithm of the parameter.
-        symbol: the buffer's.
-        value: the new value, in the working dtype.
-        dtype: of the buffer.
-        key: of the noise in this step, a factor of ``value``.
-        index: numbers of the elements in the whole tensor.
-    """
+        c = c + s.weights[1] * working(tensors["h"])
+    moments = {symbol: working(tensors[symbol]) for symbol in algorithm.moments}
+    out, new = algorithm.preconditioner.update(x, c, moments, s.rule)
+    if algorithm.correction is not None and s.global_clip is not None:
+        h = working(tensors["h"])
+        new["h"] = algorithm.correction.next_h(s.global_clip * g, h)
     buffers = algorithm.buffers
-    if key is None or index is None or not algorithm.rounds(buffers[symbol], dtype):
-        return value.to(dtype)
-    noise = rounding.noise(index, key, list(buffers).index(symbol))
-    return rounding.stochastic(value, noise)
+    results = {}
+    for symbol, value in new.items():
+        dtype = tensors[symbol].dtype
+        if s.key is None or not algorithm.rounds(buffers[symbol], dtype):
+            results[symbol] = value.to(dtype)
+            continue
+        assert index is not None
+        noise = rounding.noise(index, s.key, list(buffers).index(symbol))
+        results[symbol] = rounding.stochastic(value, noise)
+    if not algorithm.matrix_only:
+        assert out is not None
+        return {**results, "x": out}
+    if out is not None or "o" in tensors:
+        results["o"] = new["m"] if out is None else out
+    return results
 
 
-def updated(
+def applied(
     algorithm: Algorithm,
     s: StepScalars,
-    x: Tensor,
-    g: Tensor,
-    buffers: Mapping[str, Tensor],
-    index: Tensor | None,
-) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Return ``new_values``; parts that do not move keep the old ones."""
-    out, new = new_values(algorithm, s, x, g, buffers, index)
-    new = {k: torch.where(s.ok, value, buffers[k]) for k, value in new.items()}
-    if algorithm.matrix_only:
-        return (new["m"] if out is None else out), new
-    assert out is not None
-    return torch.where(s.ok, out.to(x.dtype), x), new
-
-
-def applied(algorithm: Algorithm, s: StepScalars, x: Tensor, o: Tensor) -> Tensor:
-    """Return the new x of a matrix algorithm, given its owners' results, x and o both
-    (P, n). Parts that do not move keep the old one.
+    tensors: dict[str, Tensor],
+    index: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Return the new x of a matrix algorithm, from x and the owners' results o, both
+    (P, n).
     """
     assert s.scale is not None
-    preconditioner = algorithm.matrix_preconditioner
-    new = preconditioner.apply(working(x), working(o), s.rule, s.scale)
-    return torch.where(s.ok, new.to(x.dtype), x)
+    x, o = working(tensors["x"]), working(tensors["o"])
+    return {"x": algorithm.matrix_preconditioner.apply(x, o, s.rule, s.scale)}
 
 
 # ---- the step ------------------------------------------------------------------------
 
 
-def assess(
+class Outcome(NamedTuple):
+    """The results of a step."""
+
+    decision: Decision
+    sums: Tensor  # (norms, pairs + 1), complete
+    # by group and leaf, for a runner that writes nothing
+    values: list[list[Results]]  # new x and buffers, (P, n)
+    owned: list[list[list[Tensors]]]  # of each param, the buffers that its owners keep
+
+
+def step(
     groups: Sequence[Group],
+    exchanges: Sequence[Sequence[MatrixLeaves]],
     grads: Gradients,
     *,
     max_norm: Number | None,
     collectives: Collectives,
     runner: Runner,
     has_grad: Tensor | None = None,
-) -> tuple[Tensor, Decision]:
-    """Measure all gradients and decide about the step; nothing is written.
+) -> Outcome:
+    """Take a step; if it is not finite, everything keeps its values.
 
     Args:
-        groups: everything that moves, N norms in all.
-        grads: pieces that lie as the leaves; None: the tensor has no gradient here.
+        groups: everything that is updated, N norms in all.
+        exchanges: the leaves of matrix algorithms, as ``exchanges_of`` returns them.
+        grads: of each leaf, (P, n); None: its tensors have no gradient, on any rank.
         max_norm: threshold of the global gradient norm; None = off.
-        collectives: they sum over shards.
+        collectives: they sum over shards, and bring matrices to their owners.
         runner: computes the formulas.
         has_grad: (N,) bool, False for tensors without a gradient here; None = all have
             gradients.
-
-    Returns:
-        Complete sums, and the decision from them: see ``tables``.
     """
-    inputs = [group.inputs for group in groups]
-    partial = runner.measure(groups, grads)
-    if collectives is LOCAL:
-        return runner.call(decide_alone, inputs, partial, has_grad, max_norm)
-    leaves: list[Tensor] = []
-    for group in groups:
-        for leaf in group.leaves:
-            each = leaf.parts.num_norms // len(leaf.params)
-            leaves += [p for p in leaf.params for _ in range(each)]
-    sums = sums_of_norms(inputs, partial, has_grad)
-    sums = runner.run_collective("exchange", collectives.sum, sums, leaves)
-    return sums, runner.call(decide, inputs, sums, max_norm)
+    with named_range("marsopt: norms"):
+        sums, decision = _decided(
+            groups, grads, max_norm, collectives, runner, has_grad
+        )
+    values: list[list[Results]] = []
+    owned: list[list[list[Tensors]]] = []
+    if not runner.writes:
+        values = [[leaf.operands for leaf in group.leaves] for group in groups]
+        owned = [[list(leaf.owned) for leaf in group.leaves] for group in groups]
+    outcome = Outcome(decision, sums, values, owned)
+    with named_range("marsopt: update"):
+        for number, group in enumerate(groups):
+            if not group.algorithm.matrix_only:
+                operands = _with(group.operands, g=grads[number])
+                of_group = decision.ok_parts[number], decision.tables[number]
+                results = runner.map(updated, group, operands, *of_group)
+                if not runner.writes:
+                    _take(outcome, number, range(len(results)), results)
+    for sets in exchanges:
+        _exchange(sets, grads, outcome, collectives, runner)
+    return outcome
 
 
-def advance(
+def _decided(
     groups: Sequence[Group],
     grads: Gradients,
-    decision: Decision,
-    *,
+    max_norm: Number | None,
     collectives: Collectives,
     runner: Runner,
-) -> dict[Place, list[Tensors | None]]:
-    """Move parameters and state one step on; a step that is not finite keeps all.
-
-    Returns:
-        Of leaves of matrices, for each tensor the buffers that its owners keep; None if
-        they were written where they lie.
-    """
-    runner.start(groups, grads, decision)
-    owned: dict[Place, list[Tensors | None]] = {}
-    for places in runner.portions(groups):
-        matrices = runner.update(places)
-        if places and groups[places[0][0]].algorithm.matrix_only:
-            work = partial(_precondition, groups, decision, collectives, runner)
-            results = runner.run_collective("matrices", work, places, matrices)
-            del matrices
-            directions = [
-                groups[number].leaves[i].joined([output.matrix for output in outputs])
-                for (number, i), outputs in zip(places, results, strict=True)
-            ]
-            runner.apply(places, directions)
-            owned |= {
-                place: [output.owned for output in outputs]  # type: ignore[misc]
-                for place, outputs in zip(places, results, strict=True)
-            }
-            del results, directions
-    runner.finish()
-    return owned
+    has_grad: Tensor | None,
+) -> tuple[Tensor, Decision]:
+    """Return the complete sums of all gradients, and the decision from them."""
+    inputs = [group.inputs for group in groups]
+    partial = list(map(runner.reduce, groups, grads))
+    if collectives is LOCAL:
+        return runner.small(decide_alone, inputs, partial, has_grad, max_norm)
+    params = [
+        p
+        for group in groups
+        for leaf in group.leaves
+        for p, num in zip(leaf.params, leaf.num_norms, strict=True)
+        for _ in range(num)
+    ]
+    sums = sums_of_norms(inputs, partial, has_grad)
+    with named_range("marsopt: exchange"):
+        sums = collectives.sum(sums, params)
+    return sums, runner.small(decide, inputs, sums, max_norm)
 
 
-def _precondition(
-    groups: Sequence[Group],
-    decision: Decision,
+def _with(operands: Operands, **given: Sequence[Tensor | None]) -> Operands:
+    return {**operands, **given}
+
+
+def _take(
+    outcome: Outcome,
+    number: int,
+    members: Iterable[int],
+    results: Sequence[Results | None],
+) -> None:
+    """Take over the results of a runner that writes nothing."""
+    for i, result in zip(members, results, strict=True):
+        outcome.values[number][i] |= result or {}
+
+
+def _exchange(
+    sets: Sequence[MatrixLeaves],
+    grads: Gradients,
+    outcome: Outcome,
     collectives: Collectives,
     runner: Runner,
-    places: Sequence[Place],
-    matrices: Sequence[Tensor],
-) -> list[list[MatrixOutput]]:
-    """Bring matrices to their owners and back: one call of the verb for each kind of
-    cost, in the order of all leaves, as the owners of buffers were planned. Return the
-    outputs of each tensor of each leaf.
+) -> None:
+    """Update the leaves of one exchange, let owners work on their matrices, and apply
+    the results.
     """
-    by_place = dict(zip(places, matrices, strict=True))
-    kinds: dict[MatrixCost, list[Place]] = {}
-    for place in sorted(places):
-        algorithm = groups[place[0]].algorithm
-        kinds.setdefault(algorithm.matrix_preconditioner.cost, []).append(place)
-    results: dict[Place, list[MatrixOutput]] = {}
-    for alike in kinds.values():
-        requests = []
-        for place in alike:
-            requests += _requests(groups, place, by_place[place], decision, runner)
-        back = iter(collectives.on_owners(requests))
-        for number, i in alike:
-            leaf = groups[number].leaves[i]
-            results[number, i] = [next(back) for _ in leaf.params]
-    return [results[place] for place in places]
+    decision, requests = outcome.decision, []
+    matrices: list[list[Tensor | None]] = []
+    for leaves in sets:
+        number = leaves.number
+        of_leaves = [grads[number][i] for i in leaves.members]
+        operands = _with(leaves.operands, g=of_leaves)
+        if runner.writes and leaves.output is not None:
+            operands = _with(operands, o=leaves.outputs(of_leaves))
+        with named_range("marsopt: update"):
+            of_group = decision.ok_parts[number], decision.tables[number]
+            results = runner.map(updated, leaves, operands, *of_group)
+        found = [None if r is None else r.pop("o", r.get("m")) for r in results]
+        if not runner.writes:
+            _take(outcome, number, leaves.members, results)
+        requests += _requests(leaves, found, decision, runner.writes)
+        matrices.append(found)
+    if not requests:
+        return
+    with named_range("marsopt: matrices"):
+        outputs = iter(collectives.on_owners(requests))
+    del requests, operands, results
+    for leaves, found in zip(sets, matrices, strict=True):
+        for n, (i, leaf) in enumerate(zip(leaves.members, leaves.leaves, strict=True)):
+            if found[n] is None:
+                continue
+            found[n] = None  # the matrix is not needed any more
+            back = [next(outputs) for _ in leaf.params]
+            found[n] = leaf.as_parts(_joined([output.matrix for output in back]))
+            if outcome.owned:
+                of_params = [output.owned for output in back]
+                outcome.owned[leaves.number][i] = of_params  # type: ignore[assignment]
+        operands = _with({"x": leaves.operands["x"]}, o=found)
+        with named_range("marsopt: update"):
+            of_group = decision.ok_parts[leaves.number], decision.tables[leaves.number]
+            results = runner.map(applied, leaves, operands, *of_group)
+        if not runner.writes:
+            _take(outcome, leaves.number, leaves.members, results)
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.stack(list(pieces))
 
 
 def _requests(
-    groups: Sequence[Group],
-    place: Place,
-    matrix: Tensor,
+    leaves: MatrixLeaves,
+    matrices: Sequence[Tensor | None],
     decision: Decision,
-    runner: Runner,
+    writes: bool,
 ) -> list[Request]:
-    """Return the request of each tensor of a leaf to the owners of its matrices."""
-    number, i = place
-    group = groups[number]
-    leaf, algorithm, first = group.leaves[i], group.algorithm, group.firsts[i]
-    before = sum(g.firsts[-1] for g in groups[:number])
-    preconditioner = algorithm.matrix_preconditioner
-    requests = []
-    for n, piece in enumerate(leaf.unbind(matrix), first):
-        t = decision.t[number][n] if preconditioner.counts_at_owner else None
-        owned = leaf.owned[n - first] if leaf.owned else ()
-        request = Request(
-            MatrixInput(piece, owned=owned, t=t, own=leaf.preconditioner),
-            leaf.params[n - first],
-            algorithm.matrices,
-            preconditioner,
-            preconditioner.stage(group.num_steps, before + n),
-        )
-        if owned:
-            keep = partial(runner.store, decision.ok[number][n])
-            request = request._replace(keep=keep)
-        requests.append(request)
+    """Return the request of each param with a gradient to the owners of its
+    matrices.
+    """
+    group, algorithm = leaves.group, leaves.algorithm
+    requests: list[Request] = []  # Dynamo traces this, but no list[Request]()
+    ok, table = decision.ok[leaves.number], decision.tables[leaves.number]
+    for i, matrix, rows in zip(leaves.members, matrices, leaves.rows, strict=True):
+        leaf, first = group.leaves[i], group.firsts[i]
+        if matrix is None:
+            continue
+        each = len(leaf.norms) // len(leaf.params)
+        for n, piece in enumerate(leaf.as_pieces(matrix)):
+            owned: Tensors = leaf.owned[n] if leaf.owned else ()
+            s = owned
+            if owned:
+                columns = table[rows.start + n * each].unbind()
+                s = StepScalars.read(algorithm, columns).rule
+            requests.append(
+                Request(
+                    MatrixInput(piece, owned, s),
+                    leaf.params[n],
+                    algorithm.matrices,
+                    algorithm.matrix_preconditioner,
+                    group.stages[first + n] if group.stages else None,
+                    ok[first + n],
+                    writes,
+                )
+            )
     return requests
 
 
@@ -402,102 +478,60 @@ def _requests(
 
 
 class Pure:
-    """A runner of one step: every result is a new tensor, and nothing that is passed in
-    changes. ``moved`` has the new leaves.
-    """
+    """The runner of a pure step: every result is a new tensor."""
 
-    def __init__(self) -> None:
-        self.moved: dict[Place, Leaf] = {}
+    writes = False
 
-    def measure(self, groups: Sequence[Group], grads: Gradients) -> list[Tensor]:
-        sums = []
-        for group, of_group in zip(groups, grads, strict=True):
-            of_leaves = []
-            for leaf, g in zip(group.leaves, of_group, strict=True):
-                assert g is not None
-                view = partial(_view, leaf.parts)
-                h = None
-                if group.algorithm.h_from is not None:
-                    h = view(leaf.buffers["h"])
-                parts = view(g)
-                of_leaves.append(products(parts, h, parts.shape[1] >= ROW))
-            sums.append(torch.cat(of_leaves))
-        return sums
-
-    def call(self, function: Callable[..., Result], *args: Any) -> Result:
-        return function(*args)
-
-    def run_collective(
-        self, label: str, function: Callable[..., Result], *args: Any
-    ) -> Result:
-        return function(*args)
-
-    def start(
-        self, groups: Sequence[Group], grads: Gradients, decision: Decision
-    ) -> None:
-        self._groups, self._grads, self._decision = groups, grads, decision
-        self.moved = {
-            (number, i): leaf
-            for number, group in enumerate(groups)
-            for i, leaf in enumerate(group.leaves)
-        }
-
-    def portions(self, groups: Sequence[Group]) -> Sequence[Sequence[Place]]:
-        are_matrices = [group.algorithm.matrix_only for group in groups]
-        return [
-            [place for place in self.moved if are_matrices[place[0]] == wanted]
-            for wanted in (False, True)
-        ]
-
-    def update(self, places: Sequence[Place]) -> list[Tensor]:
-        matrices = []
-        for number, i in places:
-            group, leaf = self._groups[number], self.moved[number, i]
-            view = partial(_view, leaf.parts)
-            x, g, s = view(leaf.x), self._grads[number][i], self._scalars(number, i)
+    def reduce(self, leaves: Leaves, grads: Sequence[Tensor | None]) -> Tensor:
+        sums, hs = [], leaves.operands.get("h")
+        for n, g in enumerate(grads):
             assert g is not None
-            buffers = {symbol: view(b) for symbol, b in leaf.buffers.items()}
-            index = None
-            if leaf.positions is not None:
-                index = numbers_of_elements(leaf.positions, x.shape)
-            out, new = updated(group.algorithm, s, x, view(g), buffers, index)
-            buffers = {**leaf.buffers, **{k: v.view_as(leaf.x) for k, v in new.items()}}
-            leaf = leaf._replace(buffers=buffers)
-            assert out is not None
-            if group.algorithm.matrix_only:
-                matrices.append(out.view_as(leaf.x))
-            else:
-                leaf = leaf._replace(x=out.view_as(leaf.x))
-            self.moved[number, i] = leaf
-        return matrices
+            h = None if hs is None else hs[n]
+            sums.append(products(g, h, g.shape[1] >= ROW))
+        return torch.cat(sums)
 
-    def apply(self, places: Sequence[Place], directions: Sequence[Tensor]) -> None:
-        for (number, i), o in zip(places, directions, strict=True):
-            leaf, s = self.moved[number, i], self._scalars(number, i)
-            view = partial(_view, leaf.parts)
-            algorithm = self._groups[number].algorithm
-            x = applied(algorithm, s, view(leaf.x), view(o))
-            self.moved[number, i] = leaf._replace(x=x.view_as(leaf.x))
+    def map(
+        self,
+        function: Formula,
+        leaves: Leaves,
+        operands: Operands,
+        ok: Tensor,
+        table: Tensor,
+    ) -> list[Results | None]:
+        results: list[Results | None] = []
+        for n, rows in enumerate(leaves.rows):
+            of_leaf = ((name, column[n]) for name, column in operands.items())
+            tensors = {name: tensor for name, tensor in of_leaf if tensor is not None}
+            results.append(
+                masked(function, leaves.algorithm, ok[rows], table[rows], tensors)
+            )
+        return results
 
-    def finish(self) -> None:
-        pass
-
-    def store(
-        self, ok: Tensor, old: Tensors, new: tuple[Tensor | None, ...]
-    ) -> Tensors | None:
-        pairs = zip(old, new, strict=True)
-        return tuple(
-            o if n is None else torch.where(ok, n.to(o.dtype), o) for o, n in pairs
-        )
-
-    def _scalars(self, number: int, i: int) -> StepScalars:
-        group, decision = self._groups[number], self._decision
-        rows = group.rows[i]
-        ok = decision.ok_parts[number][rows, None]
-        columns = decision.tables[number][rows, :, None].unbind(1)
-        return StepScalars.read(group.algorithm, ok, columns)
+    def small(self, function: Callable[..., Result], *args: Any) -> Result:
+        return function(*args)
 
 
-def _view(parts: Parts, x: Tensor) -> Tensor:
-    """Return a tensor as its parts (P, n)."""
-    return x.reshape(parts.num, parts.sizes[0])
+def masked(
+    function: Formula,
+    algorithm: Algorithm,
+    ok: Tensor,
+    table: Tensor,
+    tensors: Results,
+) -> Results:
+    """Return the results of a formula for parts (P, n): where ``ok`` (P,) is False the
+    values of the operands of these names.
+    """
+    columns = [table[:, k, None] for k in range(table.shape[1])]
+    s = StepScalars.read(algorithm, columns)
+    index = None
+    if algorithm.stochastic_rounding:
+        x = tensors["x"]
+        index = torch.arange(x.numel(), device=x.device).view(x.shape)
+    ok = ok[:, None]
+    new = function(algorithm, s, tensors, index)
+    return {
+        name: torch.where(ok, value.to(old.dtype), old)
+        if name != "o" and (old := tensors.get(name)) is not None
+        else value
+        for name, value in new.items()
+    }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from train.errors import UserError, check_least, command, shown
-from train.files import check_folder, growing, hold
+from train.files import check_folder, hold
 
 WAIT = 15  # seconds for the runs of a call that was killed to end
 PARTS = ("runs", "report")
@@ -68,13 +68,13 @@ def say(line: str) -> None:
 
 def locked(store: Path) -> IO:
     """Return what holds the store as long as it is open, here or in a run."""
-    growing(store).close()
+    store.touch()
     return open(hold(store, "--store", WAIT))  # noqa: SIM115  (returned)
 
 
 def compare(args: argparse.Namespace) -> bool:
     """Do all parts, or that of --only; return whether every run needed is there."""
-    from research.compare.results import report
+    from research.compare.report import report
     from research.compare.session import Session
     from research.compare.store import Store
     from research.compare.study import changed, named

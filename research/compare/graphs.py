@@ -110,6 +110,7 @@ class Captured:
     def __init__(
         self, setting: Setting, run: Run, stream: torch.cuda.Stream | None = None
     ) -> None:
+        setting = setting.of(run.recipe)
         self.stream, self._setting, self._began = stream, setting, time.monotonic()
         self._turn = (
             nullcontext if stream is None else partial(torch.cuda.stream, stream)
@@ -131,8 +132,7 @@ class Captured:
         self.optimizer = build(self.model, run.recipe, **own)
         self._loss = compiled() if setting.compile else mean_loss
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
-        every, warmup = range(1, setting.steps + 1), run.recipe.get("warmup")
-        self._shares = [setting.share_at(step, warmup) for step in every]
+        self._shares = [setting.share_at(i) for i in range(1, setting.steps + 1)]
         self._share_of_step = torch.tensor(self._shares, dtype=torch.float64, **on)
         if self._is_whole:  # the capture would freeze a number
             for group in self.optimizer.param_groups:

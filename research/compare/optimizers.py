@@ -19,7 +19,7 @@ TORCH, TORCH_MUON = "torch-adamw", "torch-muon"
 GROUPED = ("weight_decay", "weight_decay_1d", "convolutions", "betas_1d")
 GROUPED += ("nesterov_1d", "log_time")
 BUILD = ("rule", "lr", "lr_1d_ratio", "beta1", "beta2", "one_rate", *GROUPED)
-LOOP = ("warmup",)
+LOOP = ("warmup", "batch", "steps")  # of a run, in place of its setting's
 
 
 def unspelled(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def build(
             "nesterov_1d" of the same; "convolutions", whether that rule takes kernels;
             "one_rate", whether all tensors are moved alike instead of by
             ``marsopt.param_groups``; "nearest_state", a dtype by name, of that wrapper;
-            "warmup", the run's instead of the setting's, which the loop reads; other
+            LOOP, the run's instead of the setting's, which the loop reads; other
             options of MARS, of which dtypes are given by name. ``unspelled`` says how
             JSON spells a decay that grows.
         steps: of the run.

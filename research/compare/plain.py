@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from marsopt.profiling.machine import matmul_rate
-from research.compare.optimizers import build
+from research.compare.optimizers import LOOP, build
 from train.data.batches import Batches
 from train.data.token_files import Stream, open_raw, open_shard
 from train.data.tokens import SPLITS
 from train.engine.schedule import cosine, linear
 from train.errors import UserError, check_least
-from train.files import read, write_json
+from train.files import write_json
 from train.gpt2 import GPT2, Shape
 
 if TYPE_CHECKING:
@@ -116,12 +116,15 @@ class Setting:
         model.init_weights(seed)
         return model
 
-    def share_at(self, step: int, warmup: float | None = None) -> float:
-        """Return the learning rate of a step, from 1 on, as a share of its peak, after
-        a warm-up of another share of the steps than the setting's if one is given.
+    def of(self, recipe: Mapping[str, Any]) -> Setting:
+        """Return the setting of a recipe's runs, which may have a warm-up, a batch and
+        steps of their own.
         """
-        share = self.warmup if warmup is None else warmup
-        warmup = max(1, round(share * self.steps))
+        return replace(self, **{name: recipe[name] for name in LOOP if name in recipe})
+
+    def share_at(self, step: int) -> float:
+        """Return the learning rate of a step, from 1 on, as a share of its peak."""
+        warmup = max(1, round(self.warmup * self.steps))
         schedule = SCHEDULES[self.schedule]
         return schedule(step, warmup=warmup, total=self.steps, floor=self.floor)
 
@@ -137,10 +140,12 @@ class Setting:
                 an option that nothing takes.
         """
         check_least(1, layers=self.layers, heads=self.heads, width=self.width)
-        check_least(1, batch=self.batch, micro_batch=self.micro_batch)
-        check_least(1, steps=self.steps, points=self.points, seq_len=self.seq_len)
+        check_least(1, micro_batch=self.micro_batch, points=self.points)
         check_least(1, vocab_size=self.vocab_size, held_out=self.held_out)
-        check_least(0, 1, warmup=self.warmup, floor=self.floor)
+        check_least(1, seq_len=self.seq_len)
+        check_least(0, 1, floor=self.floor)
+        for own in (self, *map(self.of, recipes.values())):
+            own._check_loop()
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise UserError(
@@ -152,12 +157,6 @@ class Setting:
                 f"got width={self.width} and heads={self.heads}, expected a multiple "
                 "of them: change one of the two"
             )
-        for name, whole in (("batch", self.batch), ("held_out", self.held_out)):
-            if whole % self.per_pass:
-                raise UserError(
-                    f"got {name}={whole} and passes of {self.per_pass} sequences, "
-                    "expected a multiple of them: change one of the two"
-                )
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UserError(
                 "got device=cuda, expected a GPU that torch can use: give --set "
@@ -180,6 +179,17 @@ class Setting:
                 ) from error
             except (TypeError, ValueError) as error:
                 raise UserError(f"{title}: {error}") from error
+
+    def _check_loop(self) -> None:
+        """Check what a recipe may have of its own, and what depends on it."""
+        check_least(1, batch=self.batch, steps=self.steps)
+        check_least(0, 1, warmup=self.warmup)
+        for name, whole in (("batch", self.batch), ("held_out", self.held_out)):
+            if whole % self.per_pass:
+                raise UserError(
+                    f"got {name}={whole} and passes of {self.per_pass} sequences, "
+                    "expected a multiple of them: change one of the two"
+                )
 
     def identity(self) -> dict[str, Any]:
         """Return what two calls must agree on, by name: what is computed, not where."""
@@ -206,7 +216,7 @@ def result_in(folder: Path) -> dict[str, Any] | None:
     path = folder / FOUND
     if not path.exists():
         return None
-    result: dict[str, Any] = json.loads(read(path, "what a run found: delete it"))
+    result: dict[str, Any] = json.loads(path.read_bytes())
     return result
 
 
@@ -344,13 +354,14 @@ class Training:
         texts: tuple[Tokens, Tokens],
         compile: bool | None = None,
     ) -> None:
+        self.setting = setting = setting.of(recipe)
         self.task = Task(setting, seed, *texts)
         compile = setting.compile if compile is None else compile
         self.optimizer = build(
             self.task.model, recipe, steps=setting.steps, compile=compile
         )
         self._exact = recipe.get("correction") == "exact"
-        self._share_at = partial(setting.share_at, warmup=recipe.get("warmup"))
+        self._share_at = setting.share_at
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._ahead = self.task.batches.next()
         self.clock, self.count = Clock(setting.device), 0
@@ -423,6 +434,7 @@ def train(setting: Setting, recipe: Mapping[str, Any], seed: int) -> dict[str, A
         GPU, null on a CPU.
     """
     training = Training(setting, recipe, seed, setting.texts())
+    setting = training.setting
 
     def advance() -> None:
         training.gradient()

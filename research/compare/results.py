@@ -5,24 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from research.compare.search import Found
 from research.compare.store import Store, final
 from research.compare.study import Study
-from train.errors import UserError, counted
-from train.files import write, write_json
+from train.errors import counted
 
 LEADS, AHEAD = 2.5, 1.0  # standard errors of a difference
-NUM_TRIED = 5  # draws of one who tries a method a few times
 NOT_OF_A_STEP = ("recipe", "seed", "curve", "wall")  # of a run's line
 HEAD = (
-    "| method | at | trials | loss | seeds | to its control | z | | own z | paired "
-    "| of five draws |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|"
+    "| method | at | trials | loss | seeds | to its control | z | | own z | paired |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -34,9 +29,7 @@ READ = (
     f"seeds, pooled over methods; leads: {LEADS} and more; not significant: {AHEAD} to "
     f"{LEADS}. Own z: from the deviations of these two methods alone, by which nothing "
     "is decided. Paired: mean and standard error of the differences of seeds that both "
-    "have. Of five draws: "
-    f"the share of sets of {NUM_TRIED} draws whose best beats the control's best of "
-    "the same."
+    "have."
 )
 
 
@@ -51,7 +44,6 @@ class Entry:
     inside: float  # see ``Found.inside``
     by_seed: Mapping[int, float]  # final losses of the seeds that did not choose
     num_missing: int  # seeds not run yet
-    num_draws: int
     step: Mapping[str, Any]  # what a run noted of its steps
 
     @property
@@ -68,11 +60,6 @@ class Entry:
     def mean(self) -> float:
         """Return the mean loss; inf where a seed diverged."""
         return mean(self.losses)
-
-    @property
-    def draws(self) -> list[float]:
-        """Return the losses of the draws, in their order."""
-        return list(self.found.losses.values())[: self.num_draws]
 
 
 def entries(study: Study, store: Store) -> list[Entry]:
@@ -97,7 +84,6 @@ def entries(study: Study, store: Store) -> list[Entry]:
             inside=found.inside(method.axes),
             by_seed={seed: final(line) for seed, line in lines.items()},
             num_missing=len(runs) - len(lines),
-            num_draws=min(study.num_draws, study.trials_of(title)),
             step={
                 key: value
                 for key, value in next(iter(lines.values())).items()
@@ -128,9 +114,6 @@ class Row:
     own_z: float | None  # the same, from these two methods' deviations
     paired: tuple[float, float] | None
     """Mean of the differences of a seed, and its standard error, over shared seeds."""
-    wins: float | None
-    """Share of all sets of five draws whose best is better than the control's of the
-    same draws."""
     is_provisional: bool = False  # seeds are missing, its own or the control's
 
     @property
@@ -152,7 +135,7 @@ def rows(found: Sequence[Entry]) -> list[Row]:
     for entry in found:
         control = by_title.get(entry.control)
         if control is None or control is entry:
-            table.append(Row(entry, None, None, None, None, None))
+            table.append(Row(entry, None, None, None, None))
             continue
         difference = z = own_z = paired = None
         if math.isfinite(entry.mean) and math.isfinite(control.mean):
@@ -165,9 +148,8 @@ def rows(found: Sequence[Entry]) -> list[Row]:
                 )
                 own_z = difference / (math.sqrt(sum(errors)) or math.inf)
             paired = _paired(entry.by_seed, control.by_seed)
-        wins = _wins(entry.draws, control.draws)
         missing = bool(entry.num_missing or control.num_missing)
-        table.append(Row(entry, difference, z, own_z, paired, wins, missing))
+        table.append(Row(entry, difference, z, own_z, paired, missing))
     return table
 
 
@@ -177,17 +159,6 @@ def _paired(
     differences = [losses[seed] - others[seed] for seed in losses if seed in others]
     num = len(differences)
     return (mean(differences), stdev(differences) / math.sqrt(num)) if num > 1 else None
-
-
-def _wins(mine: Sequence[float], theirs: Sequence[float]) -> float | None:
-    if min(len(mine), len(theirs)) < NUM_TRIED:
-        return None
-    every = list(combinations(range(min(len(mine), len(theirs))), NUM_TRIED))
-    better = [
-        min(mine[i] for i in chosen) < min(theirs[i] for i in chosen)
-        for chosen in every
-    ]
-    return mean(better)
 
 
 def as_json(
@@ -252,7 +223,6 @@ def _line(row: Row) -> str:
     )
     paired = "" if row.paired is None else "{:+.4f} ± {:.4f}".format(*row.paired)
     cells += [_form(row.z, "{:+.1f}"), row.verdict, _form(row.own_z, "{:+.1f}"), paired]
-    cells.append(_form(row.wins, "{:.0%}"))
     return f"| {' | '.join(cells)} |"
 
 
@@ -274,28 +244,3 @@ def markdown(study: Study, store: Store, found: list[Entry], table: list[Row]) -
     if missing:
         lines.append(f"Not here, since not run to an end: {'; '.join(missing)}.")
     return "\n".join(lines) + "\n"
-
-
-def report(study: Study, store: Store, folder: Path) -> None:
-    """Print and save table.md, results.json and the pictures."""
-    from research.compare.plots import draw  # which draws this module's entries
-
-    found = entries(study, store)
-    if not found:
-        raise UserError(
-            f"got no method in {folder} whose search has ended, expected one: leave "
-            "out --only to train"
-        )
-    table = rows(found)
-    text = markdown(study, store, found, table)
-    folder.mkdir(parents=True, exist_ok=True)
-    write(folder / "table.md", text.encode())
-    write_json(folder / "results.json", as_json(study, store, found, table))
-    pictures = draw(study, found, folder)
-    print(
-        f"\n{text}\n"
-        f"{'table':9} {folder / 'table.md'}\n"
-        f"{'numbers':9} {folder / 'results.json'}\n"
-        f"{'pictures':9} {', '.join(str(folder / name) for name in pictures)}",
-        flush=True,
-    )

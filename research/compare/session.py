@@ -29,7 +29,7 @@ from typing import IO, NamedTuple
 from research.compare.store import Store, final
 from research.compare.study import Run, Study
 from train.errors import counted
-from train.files import growing, opened, remove_folder
+from train.files import remove_folder
 
 POLL = 0.3  # seconds between two looks at the processes
 SAID = 6  # lines of what a failed run has printed
@@ -168,7 +168,7 @@ class Session:
             return
         folder.mkdir(parents=True, exist_ok=True)
         module, arguments = self.study.setting.command(run, folder)
-        with growing(folder / "console.txt") as file:
+        with (folder / "console.txt").open("ab") as file:
             process = spawn(module, arguments, self.threads, self.lock, file)
         self._running.append(Child(title, run, process, folder, time.monotonic()))
 
@@ -184,8 +184,7 @@ class Session:
                 continue
             self.failed.add(child.run.key)
             console = child.folder / "console.txt"
-            with opened(console, "what a run printed") as file:
-                said = file.read().decode(errors="replace").splitlines()
+            said = console.read_text(errors="replace").splitlines()
             self.say(
                 f"{self._named(child.title, child.run)}: FAILED (exit code "
                 f"{child.process.returncode}), tried again by the next call; the end "

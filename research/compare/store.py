@@ -13,7 +13,7 @@ from typing import Any
 
 from research.compare.study import Result, Run
 from train.errors import UserError
-from train.files import check_file, growing, opened, sync
+from train.files import opened, sync
 
 WHAT = "what this command writes: restore it, or give another --store"
 
@@ -85,7 +85,7 @@ class Store:
 
     def _append(self, line: dict[str, Any]) -> None:
         content = json.dumps(dict(study=self._study, **line)).encode() + b"\n"
-        with growing(self._path, "a+b") as file:
+        with self._path.open("a+b") as file:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)  # a line that was cut off
             file.write(content)
@@ -94,7 +94,6 @@ class Store:
 
 def _lines(path: Path, expected: str) -> list[Any]:
     """Return what is whole of a file: a last line may be cut off."""
-    check_file(path, expected)
     if not path.exists():
         return []
     with opened(path, expected) as file:

@@ -28,6 +28,7 @@ class Method:
         axes: of the search, whose values are options too; none = the recipe as it is.
         num_seeds: of the runs at the best point, 1 and on, without the search's; 0 = a
             search alone.
+        search_seeds: by whose mean loss its search goes; None = the study's.
         control: title of the method that it is compared with; None = the study's first.
     """
 
@@ -35,6 +36,7 @@ class Method:
     axes: tuple[Axis, ...] = ()
     num_seeds: int = 3
     control: str | None = None
+    search_seeds: tuple[int, ...] | None = None
 
     def at(self, point: Point) -> dict[str, Any]:
         """Return the recipe of a point."""
@@ -147,8 +149,9 @@ class Study:
 
     def _trial(self, title: str, point: Point) -> list[Run]:
         """Return the runs by which a point is tried."""
-        recipe = self.methods[title].at(point)
-        return [Run(recipe, seed) for seed in self.search_seeds]
+        method = self.methods[title]
+        seeds = method.search_seeds or self.search_seeds
+        return [Run(method.at(point), seed) for seed in seeds]
 
     def seeds(self, title: str, found: Found) -> list[Run]:
         """Return the runs by which a method is judged, at the best point."""
@@ -170,8 +173,9 @@ class Study:
         found = self.search(title, losses)
         if found.wanted:
             trials = self.trials_of(title) - len(found.losses) - len(found.wanted)
-            runs = len(self.wanted(title, losses)) + trials * len(self.search_seeds)
-            return runs + self.methods[title].num_seeds
+            method = self.methods[title]
+            trials *= len(method.search_seeds or self.search_seeds)
+            return len(self.wanted(title, losses)) + trials + method.num_seeds
         return len(self.wanted(title, losses))
 
 

@@ -7,20 +7,15 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from unittest import mock
 
 import pytest
-import tiktoken
 import torch
-from tokenizers import Tokenizer as Trainable
-from tokenizers import models, pre_tokenizers, trainers
 
 from tests.application.made import SHAPE as SMALL
 from tests.application.made import STEP, called, refused, training
 from tests.application.runs import ROOT, STEPS, train_tiny
 from train import import_hf, sample
 from train.data import tokenizer_files
-from train.data.tokenizers import GPT2 as GPT2Tokenizer
 from train.data.tokenizers import Bytes, tokenizer
 from train.errors import UserError
 from train.export import STATE, export
@@ -119,42 +114,9 @@ def auto_tokenizer(coder, folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def few_merges():
-    """Our GPT-2 tokenizer with 300 merges learned from the text, and these merges."""
-    learned = Trainable(models.BPE())
-    learned.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=556,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    learned.train_from_iterator([TEXT], trainer)
-    byte = {letter: bytes([b]) for b, letter in tokenizer_files.letters().items()}
-
-    def spelled(piece):
-        return b"".join(byte[letter] for letter in piece)
-
-    merges = json.loads(learned.to_str())["model"]["merges"]
-    merges = [(spelled(a), spelled(b)) for a, b in merges]
-    ranks = {bytes([b]): b for b in range(256)}
-    ranks |= {a + b: 256 + i for i, (a, b) in enumerate(merges)}
-    end_of_text = 256 + len(merges)
-    encoding = tiktoken.Encoding(
-        "few",
-        pat_str=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|"
-        r"\s+(?!\S)|\s",  # tiktoken_ext/openai_public.py
-        mergeable_ranks=ranks,
-        special_tokens={tokenizer_files.END_OF_TEXT: end_of_text},
-    )
-    with mock.patch.object(tiktoken, "get_encoding", lambda name: encoding):
-        coder = GPT2Tokenizer()  # without the download
-    coder.vocab_size, coder.end_of_text = end_of_text + 1, end_of_text
-    return coder, merges
-
-
-@pytest.mark.parametrize("name", ["bytes", "bpe1024", "gpt2"])
+@pytest.mark.parametrize("name", ["bytes", "bpe1024"])
 def test_auto_tokenizer_has_our_ids(name, tmp_path):
-    coder = few_merges()[0] if name == "gpt2" else tokenizer(name)
+    coder = tokenizer(name)
     theirs = auto_tokenizer(coder, tmp_path)
     again = tokenizer_files.FromFolder(tmp_path)
     ids = coder.encode(TEXT)
@@ -278,15 +240,6 @@ def test_an_export_is_made_whole(trained, tmp_path, monkeypatch):
         export(found, tmp_path / "out")
     with pytest.raises(UserError, match="which is a file"):
         export(found, tmp_path / "out" / "config.json")
-
-
-def test_weights_alone_where_the_vocabulary_cannot_be_had(trained, tmp_path):
-    def none():
-        raise UserError("got no vocabulary")
-
-    found = replace(of_run(trained[0], 4), tokenizer=none)
-    with pytest.raises(UserError, match="no vocabulary; to export .*--no-tokenizer"):
-        export(found, tmp_path / "out")
 
 
 def test_initial_weights_are_checked(place):

@@ -1,17 +1,13 @@
-"""Each file that a command reads, and whatever may lie in its place: the command ends
-with one line and exit code 2. No traceback, no hang, nothing run that a file names, no
-wrong file taken for a right one.
+"""Damaged and wrong files in the place of those that a command reads: the command ends
+with one line and exit code 2, and takes no wrong file for a right one.
 """
 
 from __future__ import annotations
 
-import codecs
 import json
-import os
 import re
 import shutil
 import subprocess
-from dataclasses import asdict
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,7 +25,6 @@ from tests.application.made import (
     exports,
     goes_on,
     imports,
-    in_time,
     losses,
     prepares,
     reads_note,
@@ -39,13 +34,10 @@ from tests.application.made import (
     starts,
     starts_from_weights,
 )
-from tests.application.test_files import bind
 from train import prepare
 from train.data.shards import Ledger
-from train.errors import UserError
-from train.files import read_json
-from train.gpt2 import Shape, huggingface
-from train.runs import checkpoints, checksums, settings
+from train.gpt2 import huggingface
+from train.runs import checkpoints, checksums
 
 READERS = (
     losses, imports, samples, samples_run, exports, prepares, reads_note, goes_on,
@@ -59,28 +51,52 @@ def test_what_is_damaged_below_works_whole(act, place):
     assert (code, err) == (0, "")
 
 
-# ---- values in JSON files ------------------------------------------------------------
+# ---- JSON files ----------------------------------------------------------------------
 
-# what each value is replaced by
-VALUES = {
-    "null": "null",
-    "true": "true",
-    "negative": "-5",
-    "huge": "9" * 30,
-    "text": '"x"',
-    "empty text": '""',
-    "list": "[1]",
-    "object": '{"a": 1}',
-    "absent": None,
+VALUES = {"null": "null", "negative": "-5", "text": '"x"', "absent": None}
+MODEL = ("model_spec.model", "shape")
+# each file, who reads it, and places in it with the values that are right there
+JSON = {
+    "meta": ("data/meta.json", losses, {
+        ("tokenizer",): {}, ("vocab_size",): {}, ("source",): {},
+        ("val", "tokens"): {}, ("val", "text_bytes"): {"null"}, ("val", "sha256"): {},
+    }),
+    "meta, recognised": ("data/meta.json", prepares, {
+        ("source", "files"): {}, ("source", "val_fraction"): {},
+    }),
+    "settings": ("run/settings.json", losses, {
+        (*MODEL, "width"): {}, ("training.seq_len",): {}, ("tokenizer.name",): {},
+        MODEL: {},
+    }),
+    "settings, gone on by": ("run/settings.json", goes_on, {("optimizer.lr",): {}}),
+    "settings, started by": ("run/settings.json", starts, {("optimizer.lr",): {}}),
+    "note": ("noted/shape.json", reads_note, {
+        ("num_layers",): {}, ("inverse_layer_scale",): {"absent"},
+    }),
+    "config": ("hf/config.json", imports, {
+        ("n_layer",): {}, ("vocab_size",): {}, ("model_type",): {},
+        ("n_inner",): {"null", "absent"}, ("activation_function",): {"absent"},
+        ("tie_word_embeddings",): {"absent"},
+    }),
+}  # fmt: skip
+# whatever else lies in the place of a file that a command reads
+LIES = {
+    "dead link": lambda path: path.symlink_to("/none/none"),
+    "folder": lambda path: path.mkdir(),
+    "empty": b"",
+    "torn": b"{",
+    "no UTF-8": b"\xff\xfe",
+    "a number": b"3",
 }
-# and one value of each file: what a parser may stumble over
-STUMBLES = {
-    "hundreds of digits": "9" * 5000,
-    "infinite": "1e400",
-    "nan": "NaN",
-    "NUL": '"a\\u0000.bin"',
-    "surrogate": '"\\ud800"',
-    "nested": "[" * 5000 + "]" * 5000,
+READ = {
+    "data/meta.json": losses,
+    "data/val.bin": losses,
+    "run/settings.json": samples_run,
+    f"{STEP}/.metadata": exports,
+    f"{STEP}/__0_0.distcp": losses,
+    "hf/config.json": imports,
+    "hf/model.safetensors": imports,
+    "hf/tokenizer.json": samples,
 }
 
 
@@ -96,48 +112,12 @@ def damage(path, at, text):
     path.write_text(json.dumps(found).replace('"@"', str(text)))
 
 
-def of_shape(*above):
-    fields = ("num_layers", "num_heads", "width", "block_size")
-    scale = {(*above, "inverse_layer_scale"): {"true", "absent"}}
-    return {(*above, field): {} for field in fields} | scale
-
-
-MODEL = ("model_spec.model", "shape")
-COMPARED = {("optimizer.lr",): {}, (*MODEL, "width"): {}}
-# each file, who reads it, and places in it with the values that are right there
-JSON = {
-    "meta": ("data/meta.json", losses, {
-        ("tokenizer",): {}, ("vocab_size",): {}, ("source",): {"object"},
-        ("val",): {}, ("val", "tokens"): {}, ("val", "text_bytes"): {"null"},
-        ("val", "sha256"): {},
-    }),
-    "meta, recognised": ("data/meta.json", prepares, {
-        ("source", "files"): {"true"}, ("source", "val_fraction"): {},
-    }),
-    "settings": ("run/settings.json", losses, of_shape(*MODEL) | {
-        ("training.seq_len",): {}, ("tokenizer.name",): {}, MODEL: {}, MODEL[:1]: {},
-    }),
-    "settings, gone on by": ("run/settings.json", goes_on, COMPARED),
-    "settings, started by": ("run/settings.json", starts, COMPARED),
-    "note": ("noted/shape.json", reads_note, of_shape()),
-    "config": ("hf/config.json", imports, {
-        ("n_layer",): {}, ("n_head",): {}, ("n_embd",): {}, ("n_positions",): {},
-        ("vocab_size",): {}, ("model_type",): {},
-        ("n_inner",): {"null", "absent"},
-        ("activation_function",): {"absent"},
-        ("layer_norm_epsilon",): {"absent"},
-        ("tie_word_embeddings",): {"true", "absent"},
-        ("scale_attn_by_inverse_layer_idx",): {"true", "absent"},
-    }),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", JSON)
 def test_a_wrong_value_in_a_json_file_is_one_line(name, place):
     file, act, places = JSON[name]
     whole = (place / file).read_bytes()
-    for i, (at, right) in enumerate(places.items()):
-        for what, text in (VALUES if i else VALUES | STUMBLES).items():
+    for at, right in places.items():
+        for what, text in VALUES.items():
             (place / file).write_bytes(whole)
             damage(place / file, at, text)
             if what not in right:
@@ -148,132 +128,22 @@ def test_a_wrong_value_in_a_json_file_is_one_line(name, place):
             shutil.rmtree(place / "out", ignore_errors=True)
 
 
-def test_a_byte_order_mark_is_no_part_of_a_json_file(place):
-    for file, act, _ in JSON.values():
-        path = place / file
-        path.write_bytes(
-            codecs.BOM_UTF8 + path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-        )
-        code, _, err = called(*act(place))
-        assert code == 0, err
-
-
-def test_json_is_read_as_its_type(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps(asdict(SHAPE) | {"more": 1}))
-    with pytest.raises(UserError, match="got more=1 in .*, expected a shape"):
-        read_json(path, Shape, "a shape")
-    assert read_json(path, Shape, "a shape", extra="ignore") == SHAPE
-    with pytest.raises(UserError, match="got no .*, expected the folder of a run"):
-        settings.describe(tmp_path)
-
-
-@pytest.mark.parametrize("key", ["n_layer", "n_embd", "vocab_size", "n_positions"])
-def test_sizes_that_nobody_could_build(key, place):
-    for size in (10**12, 10**6):
-        damage(place / "hf/config.json", (key,), str(size))
-        refused(*imports(place))
-
-
-def test_checksums_are_no_option_of_the_data(place):
-    """A meta.json could say that its data was found, and nobody looked at it."""
-    damage(place / "data/meta.json", ("val", "sha256"), '"sampled:"')
-    with (place / "data/val.bin").open("r+b") as file:
-        file.write(b"\0\0")
-    assert "got val.sha256='sampled:' in" in refused(*losses(place))
-
-
-def test_shards_lie_in_their_folder(place):
-    for name in ("../run/val.bin", "/etc/passwd", "a/b.bin", "a\0.bin", ".."):
-        shards = json.dumps({name: "0" * 64})
-        damage(place / "data/meta.json", ("val", "shards"), shards)
-        assert "shards" in refused(*losses(place)), name
-
-
-# ---- whatever lies in the place of a file --------------------------------------------
-
-
-def sparse(path):
-    path.touch()
-    os.truncate(path, 1 << 41)
-
-
-LIES = {
-    "FIFO": os.mkfifo,
-    "socket": bind,
-    "device": lambda path: path.symlink_to("/dev/null"),
-    "endless": lambda path: path.symlink_to("/dev/zero"),
-    "dead link": lambda path: path.symlink_to("/none/none"),
-    "folder": lambda path: path.mkdir(),
-    "sparse": sparse,
-    "empty": b"",
-    "torn": b"{",
-    "no UTF-8": b"\xff\xfe",
-    "a number": b"3",
-    "null": b"null",
-    "a list": b"[1]",
-    "an empty object": b"{}",
-    "nested lists": b"[" * 100_000,
-    "nested objects": b'{"a": ' * 5000,
-}
-# each file of whatever kind, and who reads it
-READ = {
-    "data/meta.json": losses,
-    "data/val.bin": losses,
-    "run/settings.json": samples_run,
-    f"{STEP}/.metadata": exports,
-    f"{STEP}/__0_0.distcp": losses,
-    f"{STEP}/SHA256SUMS": losses,
-    "noted/shape.json": reads_note,
-    "hf/config.json": imports,
-    "hf/model.safetensors": imports,
-    "hf/model.safetensors.index.json": imports,
-    "hf/tokenizer.json": samples,
-    "a.txt": prepares,
-}
-MAY_BE_MISSING = ("hf/model.safetensors.index.json", "noted/shape.json")
-
-
-def put(path, what):
-    path.unlink(missing_ok=True)
-    path.write_bytes(what) if isinstance(what, bytes) else what(path)
-
-
 @pytest.mark.parametrize("file", READ)
 def test_whatever_lies_in_the_place_of_a_file_is_one_line(file, made, tmp_path):
     for name, what in LIES.items():
         place = shutil.copytree(made, tmp_path / name)
-        put(place / file, what)
-        act = READ[file](place)
-        if name == "dead link" and file in MAY_BE_MISSING:
-            assert called(*act)[0] == 0
-            continue
-        with in_time():
-            said = refused(*act)
-        path = (place / file).resolve()
-        wrong_bytes = isinstance(what, bytes)  # are told by the folder, too
-        assert (
-            file.split("/")[-1] in said or str(place if wrong_bytes else path) in said
-        )
+        path = place / file
+        path.unlink()
+        path.write_bytes(what) if isinstance(what, bytes) else what(path)
+        said = refused(*READ[file](place))
+        assert path.name in said or str(place) in said
 
 
-def test_an_export_copies_no_link(place):
-    (place / "secret").write_text("secret")
-    (place / STEP / "more.distcp").symlink_to(place / "secret")
-    said = refused(*exports(place, "--training-state"))
-    assert "more.distcp, which is a link, expected a file" in said
-    assert not (place / "out").exists()
-    assert called(*exports(place))[0] == 0
-
-
-@pytest.mark.parametrize("name", ["evaluation.json", ".evaluation.json.tmp"])
-@pytest.mark.parametrize("link", [os.symlink, os.link])
-def test_an_evaluation_is_written_through_no_link(link, name, place):
-    (place / "thesis").write_text("years")
-    link(place / "thesis", place / "run" / name)
-    through = link is os.symlink and not name.startswith(".")
-    assert called(*losses(place))[0] == (2 if through else 0)
-    assert (place / "thesis").read_text() == "years"
+def test_shards_lie_in_their_folder(place):
+    for name in ("../run/val.bin", "/etc/passwd", "a/b.bin", ".."):
+        shards = json.dumps({name: "0" * 64})
+        damage(place / "data/meta.json", ("val", "shards"), shards)
+        assert "val.shards" in refused(*losses(place)), name
 
 
 # ---- checkpoints, by whoever reads them ----------------------------------------------
@@ -288,8 +158,8 @@ def changed(name, change):
     return act
 
 
-def bit(raw, at=0.5):
-    at = int(len(raw) * at)
+def bit(raw):
+    at = len(raw) // 2
     return raw[:at] + bytes([raw[at] ^ 4]) + raw[at + 1 :]
 
 
@@ -319,11 +189,6 @@ def call_before_the_index(step, mark):
 DATA, INDEX, SUMS = "__0_0.distcp", ".metadata", checksums.SUMS
 DAMAGED = {
     "a bit of data": (changed(DATA, bit), rf"step-{NEWEST}/__0_0\.distcp with SHA-256"),
-    "its last byte": (changed(DATA, lambda raw: bit(raw, 0.9999)), "with SHA-256"),
-    "a page of zeros": (
-        changed(DATA, lambda raw: raw[:4096] + bytes(4096) + raw[8192:]),
-        "with SHA-256",
-    ),
     "half of data": (
         changed(DATA, lambda raw: raw[: len(raw) // 2]),
         r"distcp is missing or shorter than its \.metadata says",
@@ -336,7 +201,7 @@ DAMAGED = {
     ),
     "lost index": (  # as a copy without the files whose names begin with a dot
         lost(INDEX),
-        rf"/step-{NEWEST}, which has lost its \.metadata \(SHA256SUMS",
+        rf"/step-{NEWEST} without \.metadata, expected",
     ),
     "a bit of sums": (changed(SUMS, bit), "with SHA-256"),
     "another step's sums": (other_step_s(SUMS), "with SHA-256"),
@@ -375,27 +240,6 @@ def test_without_a_whole_checkpoint_a_training_starts_anew(place):
     for step in (OLDER, NEWEST):
         (place / f"run/checkpoint/step-{step}" / INDEX).write_bytes(b"x")
     assert "no other step is whole; to start anew: mv " in refused(*goes_on(place))
-
-
-def test_a_checkpoint_without_its_index_by_its_number(place):
-    words = (*samples_run(place), "--step", NEWEST)
-    (place / STEP / INDEX).unlink()
-    assert r"lost its .metadata (SHA256SUMS" in refused(*words)
-    (place / STEP / SUMS).unlink()
-    assert r"no .metadata: its saving was cut off" in refused(*words)
-    assert checkpoints.last_step(place / "run") == OLDER
-    shutil.rmtree(place / STEP)
-    expected = (
-        f"got --step {NEWEST}, expected one of the complete checkpoints [{OLDER}]"
-    )
-    assert expected in refused(*words)
-
-
-def test_checksums_may_be_in_capitals(place):
-    path = place / STEP / SUMS
-    lines = [line.split("  ") for line in path.read_text().splitlines()]
-    path.write_text("".join(f"{found.upper()}  {name}\n" for found, name in lines))
-    checkpoints.check(place / STEP, SHAPE, whole=True)
 
 
 def test_an_old_checkpoint_is_believed_and_that_is_said_once(place, caplog):
@@ -451,12 +295,6 @@ def unfinished(tmp_path, monkeypatch):
     return begin
 
 
-OF_LEDGERS = [
-    ("shards",), ("shards", 0, "tokens"), ("shards", 0, "sha256"), ("position",),
-    ("skip",), ("documents",), ("complete",),
-]  # fmt: skip
-
-
 @pytest.mark.parametrize("source", ["openwebtext", "fineweb-edu"])
 def test_ledgers_and_plans_that_were_altered(source, unfinished, tmp_path):
     act, work = unfinished(source)
@@ -466,15 +304,13 @@ def test_ledgers_and_plans_that_were_altered(source, unfinished, tmp_path):
         shutil.rmtree(work)
         return shutil.copytree(kept, work) / name
 
-    for at in OF_LEDGERS:
-        for what in ("text", "negative", "list", "object"):
-            damage(restored(), at, VALUES[what])
-            assert work.name in refused(*act) or at == ("position",)
+    for at in (("shards",), ("shards", 0, "tokens"), ("skip",), ("complete",)):
+        damage(restored(), at, VALUES["text"])
+        assert work.name in refused(*act)
     for name in ("ledger.json", "plan.json"):
-        for text in filter(lambda what: isinstance(what, bytes), LIES.values()):
+        for text in (b"", b"{", b"3"):
             restored(name).write_bytes(text)
-            if (name, text) != ("ledger.json", b"{}"):  # which begins again
-                assert work.name in refused(*act)
+            assert work.name in refused(*act)
     restored()
     assert called(*act)[0] == 0
 
@@ -511,34 +347,11 @@ def gone(folder):
     (folder / huggingface.WEIGHTS).unlink()
 
 
-def truncated(folder):
-    path = folder / huggingface.WEIGHTS
-    path.write_bytes(path.read_bytes()[:-10])
-
-
-def a_long_name(folder):
-    of_nothing = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-    raw = json.dumps({"h" * 9_000_000: of_nothing}).encode()
-    path = folder / huggingface.WEIGHTS
-    path.write_bytes(len(raw).to_bytes(8, "little") + raw)
-
-
 P = "transformer."
 WTE, WPE, LAST = f"{P}wte.weight", f"{P}wpe.weight", f"{P}ln_f.weight"
 WEIGHTS = {
     "integers": (tensors(**{WTE: torch.Tensor.int}), "got wte.weight of torch.int32"),
-    "bool": (tensors(**{WTE: torch.Tensor.bool}), "got wte.weight of torch.bool"),
-    "complex": (tensors(**{WTE: torch.Tensor.cfloat}), "wte.weight of torch.complex"),
     "nan": (tensors(**{LAST: fill(float("nan"))}), "got ln_f.weight"),
-    "inf": (tensors(**{WPE: fill(float("inf"))}), "got wpe.weight"),
-    "beyond float32": (
-        tensors(**{WTE: lambda t: t.double() + 1e300}),
-        "got wte.weight of torch.float64",
-    ),
-    "a bias that is nan": (
-        tensors(**{f"{P}ln_f.bias": fill(float("nan"))}),
-        "got ln_f.bias",
-    ),
     "biases": (
         tensors(**{f"{P}h.0.mlp.c_fc.bias": torch.ones(32)}),
         "got h.0.mlp.c_fc.bias that is not zero",
@@ -564,17 +377,9 @@ WEIGHTS = {
         "which its config.json has no place for",
     ),
     "another architecture": (config(model_type="llama"), "got model_type='llama'"),
-    "another activation": (
-        config(activation_function="relu"),
-        "got activation_function='relu'",
-    ),
-    "another epsilon": (config(layer_norm_epsilon=1e-6), "got layer_norm_epsilon"),
-    "a wider mlp": (config(n_inner=97), "got n_inner=97"),
     "an untied head": (config(tie_word_embeddings=False), "got tie_word_embeddings"),
     "heads that do not divide": (config(n_head=5), "got 5 heads with a width"),
     "no weights": (gone, "model.safetensors that does not read"),
-    "truncated": (truncated, "model.safetensors that does not read"),
-    "a long name": (a_long_name, "bytes of names, expected"),
 }
 
 
@@ -615,23 +420,7 @@ def test_weights_in_several_files(place):
     assert "got wte.weight twice" in refused(*imports(place))
 
 
-# ---- tokenizers of others ------------------------------------------------------------
-
-
-def normalizer(*kinds):
-    return dict(normalizer={"type": "Sequence", "normalizers": [*kinds]})
-
-
-def for_a(content):
-    """Puts a text in the place of each a."""
-    return {"type": "Replace", "pattern": {"String": "a"}, "content": content}
-
-
-def fixed(length):
-    padding = dict(strategy={"Fixed": length}, direction="Left", pad_id=0)
-    padding |= dict(pad_to_multiple_of=None, pad_type_id=0, pad_token="a")
-    cut = dict(max_length=1, strategy="LongestFirst", direction="Right", stride=0)
-    return dict(padding=padding, truncation=cut)
+# ---- tokenizers and rows of others ---------------------------------------------------
 
 
 def of_one_word(kind, **more):
@@ -640,37 +429,28 @@ def of_one_word(kind, **more):
     return dict.fromkeys(names) | {"added_tokens": [], "model": model}
 
 
-LONG_PREFIX = {"type": "Prepend", "prepend": "a" * 4000}
-UNREADABLE = "tokenizer.json that does not read ("
 # parts of a tokenizer.json, and what is said of a prompt of four a; None: it is encoded
+PADDED = dict(strategy={"Fixed": 10**8}, direction="Left", pad_id=0, pad_token="a")
+PADDED |= dict(pad_to_multiple_of=None, pad_type_id=0)
 TOKENIZERS = {
-    "64 ** 12 as long": (normalizer(*[for_a("a" * 64)] * 12), UNREADABLE),
-    "a million as long": (normalizer(for_a("a" * 1_000_000)), UNREADABLE),
-    "four long prefixes": (normalizer(*[LONG_PREFIX] * 4), "times as long"),
-    "three as long": (normalizer(for_a("aaa")), None),
-    "padding to 4": (fixed(4), None),
-    "padding to 10 ** 8": (fixed(10**8), None),
-    "padding to 2 ** 31": (fixed(2**31), None),
-    "a panic": (dict(pre_tokenizer=dict(type="FixedLength", length=0)), "got"),
+    "padding": (dict(padding=PADDED), None),
     "an unknown word": (of_one_word("WordLevel", unk_token="?"), "cannot encode"),
     "no token": (of_one_word("BPE", merges=[], unk_token=None), "a prompt of no token"),
 }
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_tokenizers_that_are_not_ours(name, place, capfd):
-    """They pad and cut no text; and the library says nothing by itself."""
+def test_tokenizers_that_are_not_ours(name, place):
+    """They pad and cut no text."""
     parts, message = TOKENIZERS[name]
     path = place / "hf/tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | parts))
     act = samples(place, "--prompt", "aaaa")
-    with in_time():
-        if message is None:
-            code, out, _ = called(*act)
-            assert code == 0 and out.startswith("aaaa")
-        else:
-            assert message in refused(*act)
-    assert capfd.readouterr().err == ""
+    if message is None:
+        code, out, _ = called(*act)
+        assert code == 0 and out.startswith("aaaa")
+    else:
+        assert message in refused(*act)
 
 
 def test_a_tokenizer_of_more_tokens_than_the_model(place):
@@ -680,24 +460,12 @@ def test_a_tokenizer_of_more_tokens_than_the_model(place):
     coder.save(path)
     said = refused(*samples(place, "--prompt", "class "))
     assert "got a prompt of the token id 257, expected ids below" in said
-    assert called(*samples(place, "--prompt", "a"))[0] == 0
 
 
-# ---- rows of others ------------------------------------------------------------------
-
-ROWS = {
-    "a lone surrogate": '{"text": "\\ud800"}',
-    "an infinite number": '{"text": 1e400}',
-    "a huge number": '{"text": ' + "9" * 5000 + "}",
-    "nested lists": '{"text": ' + "[" * 2000 + "]" * 2000 + "}",
-    "no text": '{"text": null}',
-}
-
-
-@pytest.mark.parametrize("what", ROWS)
-def test_rows_without_a_text(what, tmp_path):
+@pytest.mark.parametrize("row", ['{"text": "\\ud800"}', '{"text": null}', "[1"])
+def test_rows_without_a_text(row, tmp_path):
     (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus/a.jsonl").write_text(f"{ROWS[what]}\n" * 3)
+    (tmp_path / "corpus/a.jsonl").write_text(f"{row}\n" * 3)
     options = ("--source=openwebtext", f"--dataset={tmp_path / 'corpus'}")
     options += ("--tokenizer=bytes", "--processes=1", f"--out={tmp_path / 'out'}")
     assert "corpus" in refused(prepare.main, *options)

@@ -8,10 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from functools import partial
-from inspect import signature
 from pathlib import Path
 
 import datasets
@@ -20,16 +17,15 @@ import pytest
 
 from tests.corpora import MARK, documents, llmc_files, nanogpt_files, write_corpus
 from train.data import hub, web_text
-from train.data.encoding import encode, encoded
+from train.data.encoding import encoded
 from train.data.hub import Corpus, Place
-from train.data.source import VAL_FRACTION, Option, Source
-from train.data.token_files import Stream, read_content
-from train.data.tokenizers import TOKENIZERS, tokenizer
-from train.data.tokens import Meta, open_tokens
+from train.data.token_files import Stream
+from train.data.tokenizers import tokenizer
+from train.data.tokens import open_tokens
 from train.data.web_text import gather, split_order
 from train.errors import UserError
-from train.files import MADE, unfinished, workspace
-from train.prepare import SOURCES, main, prepare
+from train.files import unfinished
+from train.prepare import prepare
 
 ROOT = Path(__file__).parents[2]
 STREAMED = {"openwebtext": dict(val_fraction=0.1), "fineweb-edu": {}}
@@ -121,24 +117,6 @@ def test_every_position_is_one_to_go_on_from(tmp_path, monkeypatch, form):
         assert [t for _, texts in rest for t in texts] == want
 
 
-def test_gpt2_tokens_are_tiktokens(tmp_path):
-    tiktoken = pytest.importorskip("tiktoken")
-    try:
-        coder = tokenizer("gpt2")
-    except UserError:
-        pytest.skip("GPT-2's vocabulary is not on this machine (TIKTOKEN_CACHE_DIR)")
-    corpus = write_corpus(tmp_path / "corpus", TEXTS[:30])
-    prepare(
-        "fineweb-edu", "gpt2", tmp_path / "out", dataset=str(corpus), shard_tokens=500
-    )
-    reference = tiktoken.get_encoding("gpt2")
-    want = [i for t in TEXTS[:30] for i in (50256, *reference.encode_ordinary(t))]
-    tokens, meta = open_tokens(tmp_path / "out", "train", vocab_size=50257)
-    assert tokens[:].tolist() == want[500:]
-    lengths = coder.byte_lengths()
-    assert lengths[want].sum() == sum(len(text.encode()) for text in TEXTS[:30])
-
-
 # ---- kills ---------------------------------------------------------------------------
 
 
@@ -196,54 +174,6 @@ def test_putting_in_order_goes_on_from_any_length(tmp_path, monkeypatch):
         assert path.read_bytes() == want
 
 
-def children(pid):
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-
-
-def is_running(pid):
-    with suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        return stat.rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
-@pytest.mark.processes
-def test_killed_at_a_random_moment(tmp_path):
-    """SIGKILL, wherever it hits; no process is left over either."""
-    corpus = write_corpus(tmp_path / "corpus", documents(2000, seed=1))
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    make("openwebtext", corpus, whole, shard_tokens=2000)
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "train.prepare", "--source", "openwebtext"),
-            *("--dataset", corpus, "--tokenizer", "bytes", "--processes", "2"),
-            *("--shard-tokens", "2000", "--val-fraction", "0.1", "--out", out),
-        ],
-        cwd=ROOT,
-        # or datasets imports it: a second
-        env={**os.environ, "USE_TORCH": "0"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    ledger = unfinished(out) / "ledger.json"
-    # by what is done, not by the clock: the machine may be busy
-    while not ledger.exists() or len(json.loads(ledger.read_text())["shards"]) < 9:
-        assert process.poll() is None, "ended before it was killed"
-        time.sleep(0.001)
-    young = children(process.pid)
-    process.kill()
-    process.wait()
-    assert len(young) >= 2
-    deadline = time.monotonic() + 20
-    while any(map(is_running, young)):
-        assert time.monotonic() < deadline, "tokenizing processes were left over"
-        time.sleep(0.01)
-    assert ledger.exists()
-    make("openwebtext", corpus, out, shard_tokens=2000)
-    assert contents(out) == contents(whole)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus", "out", "whole"]
-
-
 def test_a_dead_tokenizing_process_is_one_line():
     others = multiprocessing.active_children()  # of tests before
 
@@ -268,20 +198,6 @@ def test_unfinished_work_of_another_command_is_not_mixed_in(tmp_path, corpus):
     make("fineweb-edu", corpus, out)
 
 
-def test_two_at_once_are_refused(tmp_path, corpus):
-    out = tmp_path / "out"
-    with (
-        pytest.raises(Killed),
-        workspace(out, {}) as work,
-    ):
-        (work / "begun").touch()
-        with pytest.raises(UserError, match="another process is at work"):
-            make("openwebtext", corpus, out)
-        assert (work / "begun").exists()  # what is refused touches nothing
-        raise Killed
-    make("openwebtext", corpus, out)
-
-
 def test_prepared_data_is_recognised(tmp_path, corpus, capsys):
     out = tmp_path / "out"
     make("openwebtext", corpus, out)
@@ -298,32 +214,21 @@ def test_prepared_data_is_recognised(tmp_path, corpus, capsys):
 # ---- bad input -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source, offline", [("openwebtext", "1"), ("fineweb-edu", "")])
-def test_no_way_to_the_hub_is_one_quick_line(tmp_path, source, offline):
+def test_no_way_to_the_hub_is_one_quick_line(tmp_path):
     """An endpoint that nobody serves, in place of a network that is down."""
-    began = time.monotonic()
+    words = ("--source", "fineweb-edu", "--out", tmp_path / "out")
+    nowhere = dict(HF_HUB_OFFLINE="", HF_ENDPOINT="http://127.0.0.1:9")
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "train.prepare", "--source", source),
-            *("--out", tmp_path / "out", "--tokenizer", "bytes"),
-        ],
+        [sys.executable, "-m", "train.prepare", *words, "--tokenizer", "bytes"],
         cwd=ROOT,
-        env={
-            **os.environ,
-            "HF_HUB_OFFLINE": offline,
-            "HF_ENDPOINT": "http://127.0.0.1:9",
-            "HF_HOME": str(tmp_path / "home"),
-        },
+        env={**os.environ, **nowhere, "HF_HOME": str(tmp_path / "home")},
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("error: got ")
-    assert done.stderr.count("\n") == 1
-    assert "cannot be downloaded here" in done.stderr
-    assert "--dataset FOLDER" in done.stderr
-    assert time.monotonic() - began < 10
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: got ") and "--dataset FOLDER" in line
     assert not [p for p in tmp_path.iterdir() if p.name != "home"]
 
 
@@ -344,64 +249,6 @@ def test_bad_options(tmp_path, corpus):
         prepare("python", "bytes", tmp_path / "out", dataset=str(corpus))
 
 
-class Poem(Source):
-    """All that a source has to be."""
-
-    name = "poem"
-    tokenizer = "bytes"
-    summary = "one line, again and again"
-    options = (VAL_FRACTION, Option("lines", "how many", int))
-
-    def __init__(self, val_fraction: float = 0.5, lines: int = 2) -> None:
-        self._num_val = round(val_fraction * lines)
-        self._lines = lines
-        self.request = self.plan = {"source": self.name, "lines": lines}
-
-    def make(self, work, coder, processes):
-        numbers = {"train": self._lines - self._num_val, "val": self._num_val}
-        splits = {}
-        for split, num in numbers.items():
-            path = work / MADE / f"{split}.bin"
-            ids = encode(coder.name, ["Nur wer im Wohlstand lebt\n"] * num, False)
-            path.write_bytes(ids.tobytes())
-            splits[split] = read_content(path, coder.byte_lengths())
-        return Meta(coder.name, coder.vocab_size, self.request, **splits)
-
-
-def test_a_source_is_a_class_and_its_place_in_the_table(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(SOURCES, Poem.name, Poem)
-
-    def called(*words):
-        monkeypatch.setattr(sys, "argv", ["prepare", *map(str, words)])
-        main()
-        return capsys.readouterr().out
-
-    given = ("--source", "poem", "--out", tmp_path / "out", "--lines", 4)
-    assert "81 training and 27 held-out bytes in " in called(
-        *given, "--val-fraction", 0.25
-    )
-    assert "is prepared already" in called(*given)
-    with pytest.raises(UserError, match="made from something else"):
-        called(*given[:-1], 5)
-    with pytest.raises(UserError, match="got --lines 3 with .*it is for poem"):
-        called("--lines", 3, "--out", tmp_path / "other")
-    with pytest.raises(SystemExit):
-        called("--help")
-    said = " ".join(capsys.readouterr().out.split())
-    assert "poem: one line, again and again" in said
-    assert "--lines LINES how many (poem 2)" in said
-    assert "openwebtext 0.0005, text, python 0.05, poem 0.5)" in said
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_a_source_says_what_it_is(name):
-    source = SOURCES[name]
-    assert source.name == name
-    assert source.tokenizer in TOKENIZERS
-    assert source.summary
-    assert signature(source).parameters.keys() == {o.name for o in source.options}
-
-
 def test_unreadable_data_sets(tmp_path):
     def refused(name, message):
         with pytest.raises(UserError, match=message):
@@ -419,55 +266,6 @@ def test_unreadable_data_sets(tmp_path):
         (tmp_path / name / "train.jsonl").write_text(rows)
     refused("column", 'expected a data set with a split "train" and a column "text"')
     refused("null", "got a document without text")
-
-
-ELSEWHERE = [
-    "/etc/passwd", "../other/*.jsonl", "a/../../other/a.jsonl", "~/a.jsonl",
-    "http://127.0.0.1:9/a.jsonl", "zip://a.jsonl::http://127.0.0.1:9/a.zip",
-    "hf://datasets/some/thing/a.jsonl",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("place", ELSEWHERE)
-def test_a_folder_names_files_within_it_alone(tmp_path, place):
-    """Its README.md may name others, which datasets would read."""
-    write_corpus(tmp_path / "mine", documents(20))
-    write_corpus(tmp_path / "other", documents(20))
-    for files in (
-        place,
-        [place],
-        [{"split": "train", "path": ["*.parquet", place]}],
-        {"train": place},
-    ):
-        config = {"configs": [{"config_name": "default", "data_files": files}]}
-        (tmp_path / "mine/README.md").write_text(f"---\n{json.dumps(config)}\n---\n")
-        with pytest.raises(UserError, match="README.md with .*, expected files in its"):
-            make("fineweb-edu", tmp_path / "mine", tmp_path / "out")
-    (tmp_path / "mine/README.md").write_text("---\nconfigs: [a, {\n---\n")
-    with pytest.raises(UserError, match="README.md that does not read"):
-        make("fineweb-edu", tmp_path / "mine", tmp_path / "out")
-    (tmp_path / "mine/README.md").unlink()
-    os.mkfifo(tmp_path / "mine/README.md")
-    with pytest.raises(UserError, match="README.md, which is a folder, a FIFO"):
-        make("fineweb-edu", tmp_path / "mine", tmp_path / "out")
-
-
-def test_a_readme_that_names_files_of_the_folder_is_read(tmp_path):
-    write_corpus(tmp_path / "mine", documents(20))
-    (tmp_path / "mine/README.md").write_text(
-        "---\nlicense: mit\nhomepage: https://example.org\nconfigs:\n"
-        "- config_name: default\n  data_files: '*.parquet'\n---\nSee https://a.b\n"
-    )
-    make("fineweb-edu", tmp_path / "mine", tmp_path / "out")
-
-
-def test_a_full_disk_is_one_line(tmp_path, corpus, monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match="No space left on device.*run the same comm"):
-        make("fineweb-edu", corpus, tmp_path / "out")
 
 
 def test_packages_are_held_out_whole(tmp_path, capsys):

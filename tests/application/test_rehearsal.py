@@ -62,7 +62,7 @@ def test_kernels_move_the_floor_in_wide_accesses_and_do_not_spill(rows, name):
     assert row["floor"] == pytest.approx(NAMES[name] or row["floor"], rel=1e-4)
     names = [found["name"] for found in row["binaries"]]
     assert sum(name.endswith("sm_80") for name in names) == len(names) / 3
-    assert any(name.startswith("update_of") for name in names)
+    assert any(name.startswith("updated_of") for name in names)
     assert all(found["spills"] == found["narrow"] == 0 for found in row["binaries"])
     by_blocks = [f for f in row["binaries"] if "_totals " not in f["name"]]
     assert all(found["wide"] > 0 for found in by_blocks)

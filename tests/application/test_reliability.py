@@ -20,7 +20,6 @@ from pathlib import Path
 import pytest
 
 import configs
-from tests.application.made import called
 from tests.application.runs import ROOT, STEPS, printed, tiny, train_tiny, words
 from tests.forks import forked
 from tests.processes import spawn
@@ -31,8 +30,6 @@ from train.engine.ranks import SharedError, compare, together
 from train.engine.resolve import UNUSED, resolve
 from train.engine.titan_checkpoint import RunCheckpoints
 from train.errors import UserError
-from train.evaluate import __main__ as evaluate
-from train.files import hold
 from train.runs import checkpoints, checksums
 from train.runs.settings import EXECUTION_WITHIN, settings
 
@@ -59,14 +56,6 @@ def test_every_checkpoint_has_the_checksums_of_sha256sum(one):
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert done.stdout == ".metadata: OK\n__0_0.distcp: OK\n"
-
-
-def test_one_run_at_a_time_has_the_folder(tmp_path):
-    held = hold(tmp_path, "--dump-folder")
-    with pytest.raises(UserError, match="in which another process is at work"):
-        hold(tmp_path, "--dump-folder")
-    os.close(held)
-    os.close(hold(tmp_path, "--dump-folder"))
 
 
 def test_what_was_cut_off_pushes_no_whole_checkpoint_out(tmp_path):
@@ -118,7 +107,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on(name, one, data, tmp_path):
     told = told_by(err)
     assert len(told) == ranks - 1, err
     for line in told:
-        assert f"error: rank {victim} gone or stopped" in line
+        assert f"error: another rank than {1 - victim} is gone or stopped" in line
         assert re.search(r"the same command (resumes after|starts anew)", line)
         assert "train_step" not in err  # a traceback of ours
         assert "Traceback" in (tmp_path / f"run/rank{1 - victim}.log").read_text()
@@ -169,7 +158,11 @@ def told_by(stderr: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("number", "code", "name"),
-    [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")],
+    [
+        (signal.SIGINT, 130, "Ctrl-C"),
+        (signal.SIGTERM, 143, "SIGTERM"),
+        (signal.SIGHUP, 129, "SIGHUP"),
+    ],
 )
 def test_a_signal_ends_a_run_in_one_line(data, tmp_path, number, code, name):
     # the second one as of torchrun and of Slurm
@@ -227,15 +220,6 @@ def test_ranks_whose_launcher_was_killed_save_and_end(data, tmp_path):
     assert not any(map(runs, left.values()))
 
 
-def test_what_was_found_is_printed_before_it_is_written(data, one):
-    words = ("--run", one[0], "--loss", "--data", data, "--out", "/dev/full")
-    code, out, err = called(evaluate.main, *words)
-    assert code == 2
-    assert re.search(r"loss \d\.\d+ nats per byte, over", out)
-    assert err.count("\n") == 1
-    assert "expected space on the disk" in err
-
-
 def test_a_loss_that_is_not_finite_names_a_checkpoint_and_the_rate(data, tmp_path):
     folder = tmp_path / "run"
     options = ("--optimizer.lr=1e25", "--training.max-norm=1e20")
@@ -280,7 +264,6 @@ def test_a_checkpoint_that_lost_its_file_is_not_resumed_from(copied, data):
     again = words(data, copied)
     code, _, err = forked(*again)
     assert code == ends.UNUSABLE and "Of this run step 4 is whole" in err
-    assert ends.goes_on(copied).startswith(f"the checkpoint of step {STEPS} has lost")
     newest(copied).rename(copied / "damaged")
     assert ends.goes_on(copied) == "the same command resumes after step 4"
     blocked = newest(copied) / "__0_0.distcp"
@@ -325,7 +308,7 @@ def test_an_export_to_a_full_disk_is_one_line(one, small_disk):
     )
     assert code == 2
     assert stderr.count("\n") == 1
-    assert "expected space on the disk: make some" in stderr
+    assert "no space left on the disk of" in stderr
     assert [path.name for path in small_disk.iterdir()] == ["filled"]
 
 
@@ -364,14 +347,9 @@ def ended_by(rank: int, world: int, cases: list) -> list[str]:
 
 DIFFERENT = {
     "steps": (dict(training__steps=1300), "training.steps=1300 where rank 0 has 1400"),
-    "how often it is shown": (
-        dict(metrics__log_freq=3, validator__freq=9),
-        "metrics.log_freq=3 where rank 0 has 10; validator.freq=9 where rank 0 has 200",
-    ),
-    "many": (
-        dict(optimizer__lr=0.1, optimizer__eps=0.1, debug__seed=1, training__steps=200),
-        "debug.seed=1 where rank 0 has 0; optimizer.eps=0.1 where rank 0 has 1e-08; "
-        "optimizer.lr=0.1 where rank 0 has 0.006 and more",
+    "several": (
+        dict(optimizer__lr=0.1, debug__seed=1),
+        "debug.seed=1 where rank 0 has 0 and 1 more",
     ),
 }
 
@@ -406,7 +384,7 @@ def test_ranks_that_differ_end_with_the_same_line(data, tmp_path):
     assert alike == neither == ""
     assert re.match(
         rf"got on rank 1 data\.train='\w{{59}} \({other}\) where rank 0 has "
-        rf"'\w{{59}} \({data}\); data\.val=",
+        rf"'\w{{59}} \({data}\) and 1 more, expected",
         of_data,
     )
     assert of_folder == (

@@ -24,7 +24,7 @@ from research.compare import __main__ as compare
 from research.compare import graphs
 from research.compare.optimizers import build, unspelled
 from research.compare.plain import Setting, train
-from research.compare.results import entries, rows
+from research.compare.results import entries, markdown, rows
 from research.compare.search import Axis, search
 from research.compare.store import Store, final
 from research.compare.study import Method, Run, Study, changed, named
@@ -226,6 +226,23 @@ def test_the_rule_of_the_default(sides, grows):
     assert f"ahead in {sides.count('ahead')} of {len(sides)}" in said
 
 
+def test_a_method_may_be_searched_by_seeds_of_its_own(setting):
+    own = Method({}, studies.around(0.01), search_seeds=(9,))
+    methods = dict(own=own, others=Method({}, studies.around(0.01)))
+    given = dict(trials=6, num_draws=3, search_seeds=(9, 10), halve=False)
+    study = Study(title="any", setting=setting, methods=methods, **given)
+    first = {title: study.wanted(title, {}) for title in methods}
+    seeds = {title: [run.seed for run in runs] for title, runs in first.items()}
+    assert seeds == dict(own=3 * [9], others=3 * [9, 10])
+    losses = {run.key: abs(run.recipe["lr"] - 0.01) for run in first["own"]}
+    judging = study.wanted("own", losses)
+    assert [(run.recipe["lr"], run.seed) for run in judging] == [
+        (0.01, seed) for seed in (1, 2, 3)
+    ]
+    left = {title: study.num_left(title, losses) for title in methods}
+    assert left == dict(own=3, others=6 * 2 - 3 + 3)
+
+
 def test_each_contender_has_its_best_of_the_warm_ups_that_all_have(setting):
     """By its search, whatever its other seeds say."""
     axis, ends = Axis("lr", 0.01, 0.04, start=0.02), [*warm_up.WARM_UPS.items()]
@@ -271,7 +288,7 @@ def test_the_study_page_has_what_the_rule_says_of_the_store(capsys):
 )
 def test_pages_quote_losses_and_differences_of_the_study(page, num, only):
     losses = decide.judged("1920").at_best(warm_up.PLACES["1920"].contenders)
-    losses |= decide.judged("960").at_best(warm_up.EXACT)
+    losses |= decide.judged("960").at_best(studies.EXACT)
     known = set()
     for title, own in losses.items():
         control = only or warm_up.CONTROL_OF.get(title, "NAdamW")
@@ -320,10 +337,31 @@ def test_the_study_page_has_the_differences_of_the_stores(name, title, control, 
     assert said in (Path(studies.__file__).parent / "study.md").read_text()
 
 
+def test_the_study_page_has_the_table_of_batches():
+    study, store = studies.batch(), studies.stored("batch")
+    found = entries(study, store)
+    judged = rows(found)
+    page = (Path(studies.__file__).parent / "study.md").read_text()
+    page = page[page.index("### MARS by the batch: outcome") :].split("\n### ")[0]
+    table = markdown(study, store, found, judged).splitlines()
+    table = [line for line in table if line.startswith("| ")]
+    assert len(table) > 4 and not [line for line in table if line not in page]
+    paired = [row.paired for row in judged if row.paired]
+    forms = ("{:+.4f} ± {:.4f}", "{:+.3f} ± {:.3f}")
+    known = {form.format(*pair) for form in forms for pair in paired}
+    for name in ("docs/choose.md", "research/README.md"):  # what links to this section
+        parts = (Path(studies.__file__).parents[1] / name).read_text().split("\n")
+        links = [i for i, x in enumerate(parts) if "#mars-by-the-batch-outcome" in x]
+        page += "".join("".join(parts[i - 1 : i + 1]) for i in links)
+    assert not set(re.findall(r"[-+]\d\.\d+ ± \d\.\d+", page)) - known
+
+
 # ---- what is compared ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [studies.small, studies.gpu, studies.bf16_state])
+@pytest.mark.parametrize(
+    "make", [studies.small, studies.batch, studies.gpu, studies.bf16_state]
+)
 def test_methods_of_a_study_can_be_built(make, setting):
     study = make()
     own = dict(data=setting.data, device="cpu", seq_len=16, held_out=4, micro_batch=4)
@@ -389,17 +427,20 @@ def test_the_loop_trains_all_methods_from_one_start(setting):
     assert found["mars-adamw-exact"]["flops"] == 2 * found["adamw"]["flops"]
 
 
-def test_the_loop_trains_contenders_by_their_own_warm_up(setting):
+def test_the_loop_trains_contenders_by_their_own_warm_up_batch_and_steps(setting):
     """Also with a head of its own; the setting's warm-up is of 8 steps."""
     untied = replace(setting, tied=False, steps=16, warmup=0.5)
     assert untied.identity() != setting.identity()
-    contenders = warm_up.CONTENDERS | warm_up.CONTROLS
+    contenders = studies.CONTENDERS | studies.CONTROLS
     for recipe in (recipe | dict(lr=lr) for recipe, lr in contenders.values()):
         assert final(train(untied, recipe, 0)) < math.log(64)
-    recipe = dict(rule="adamw", lr=6e-3, warmup=0.0)
-    own = train(untied, recipe, 0)["curve"]
-    assert own == train(replace(untied, warmup=0.0), recipe, 0)["curve"]
-    assert own != train(untied, recipe | dict(warmup=0.5), 0)["curve"]
+    recipe = dict(rule="adamw", lr=6e-3)
+    for own in (dict(warmup=0.0), dict(batch=2, steps=8)):
+        found = train(untied, recipe | own, 0)["curve"]
+        assert found == train(replace(untied, **own), recipe, 0)["curve"]
+        assert found != train(untied, recipe, 0)["curve"]
+    with pytest.raises(UserError, match="got batch=3 and passes of 2 sequences"):
+        untied.check(dict(mine=recipe | dict(batch=3)))
 
 
 def test_torch_s_muon_and_adamw_are_moonlight(setting):
@@ -446,13 +487,13 @@ def test_pretrained_weights_are_tuned_whole_or_by_lora(make, setting, tmp_path):
 
 
 RECIPES = {
-    "Moonlight, log time": warm_up.CONTENDERS[warm_up.GROWING][0] | dict(lr=0.01),
-    "NAdamW": warm_up.CONTROLS["NAdamW"][0] | dict(lr=0.01, warmup=0.0),
+    "Moonlight, log time": studies.CONTENDERS[studies.GROWING][0] | dict(lr=0.01),
+    "NAdamW": studies.CONTROLS["NAdamW"][0] | dict(lr=0.01, warmup=0.0),
 }
 BY_HOST = {  # no graph can hold their steps
-    "SOAP-Muon": warm_up.CONTROLS["SOAP-Muon"][0] | dict(lr=0.01),
-    "torch Muon": warm_up.CONTROLS["torch Muon"][0] | dict(lr=0.01),
-    "MARS-AdamW, exact": warm_up.EXACT["MARS-AdamW, exact"][0] | dict(lr=0.01),
+    "SOAP-Muon": studies.CONTROLS["SOAP-Muon"][0] | dict(lr=0.01),
+    "torch Muon": studies.CONTROLS["torch Muon"][0] | dict(lr=0.01),
+    "MARS-AdamW, exact": studies.EXACT["MARS-AdamW, exact"][0] | dict(lr=0.01),
 }
 
 

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
 from research.compare.recipes import go_back, keep_last_checkpoint
 from tests.trainers import losses, train_all
-from train import prepare, sample
-from train.engine.launch import parse, take_folder
-from train.engine.resolve import resolve
+from train import prepare
 from train.errors import UserError
-from train.runs.checkpoints import checkpoint, delete, last_step, steps
+from train.runs.checkpoints import checkpoint, delete, steps
 from train.runs.checksums import SUMS
-from train.runs.summary import read_scalars
 from train.runs.trained import of_run
 
 pytestmark = pytest.mark.application
 
 # below, above and equal to the steps of the run, and names that are numbers no more
 KEPT = [
-    "best-step-2", "step-2.bak", "step-2-copy", "my-step-3", "step-4.bak",
-    "step-99.bak", "best-step-99", "step-", "step-007", "step-1e3", "step-²",
-    "step--4", "step-5 ",
+    "best-step-2", "step-2.bak", "my-step-3", "step-4.bak", "step-99.bak",
+    "best-step-99", "step-", "step-007", "step-1e3", "step-²", "step--4", "step-5 ",
 ]  # fmt: skip
 OPTIONS = [
     "--config", "tiny_mars_adamw",
@@ -42,14 +35,6 @@ OPTIONS = [
     "--validator.samples", 2,
 ]  # fmt: skip
 SMALL = {"num_layers": 1, "num_heads": 1, "width": 8, "block_size": 16}
-
-
-def copies(folder: Path, original: str) -> dict[str, bytes]:
-    """Copies of a checkpoint under the user's names, and what they hold."""
-    for name in KEPT:
-        shutil.copytree(folder / "checkpoint" / original, folder / "checkpoint" / name)
-    (folder / "checkpoint" / "step-11").touch()  # a file is no checkpoint
-    return contents(folder)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -71,112 +56,34 @@ def numbered(folder: Path) -> set[str]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of 12 steps, continued after step 4 with copies beside its checkpoints;
-    what it printed then, and what the user's folders hold before and after.
+    what it printed then, and what the user's folders held before.
     """
     root = tmp_path_factory.mktemp("run")
-    prepare.prepare(
-        "text", "bytes", root / "data", files=[Path(json.__file__)], val_fraction=0.2
-    )
+    files = [Path(json.__file__)]
+    prepare.prepare("text", "bytes", root / "data", files=files, val_fraction=0.2)
     options = [*OPTIONS, "--dataloader.dataset-path", root / "data"]
-    printed = train_all({"run": [*options, "--training.steps", 4]}, root, **SMALL)
-    assert sorted(losses(printed["run"])) == [1, 2, 3, 4], printed["run"]
-    before = copies(root / "run", "step-2")
-    # files of the user's, to which a stranger's links lead where DCP will write
-    (root / "thesis").write_text("years")
-    (root / "run/checkpoint/step-6").mkdir()
-    for name in ("__0_0.distcp", ".metadata.tmp", ".SHA256SUMS.tmp"):
-        os.link(root / "thesis", root / "run/checkpoint/step-6" / name)
+    train_all({"run": [*options, "--training.steps", 4]}, root, **SMALL)
+    for name in KEPT:
+        folder = root / "run/checkpoint"
+        shutil.copytree(folder / "step-2", folder / name)
+    before = contents(root / "run")
+    (root / "run/checkpoint/step-11").touch()  # a file is no checkpoint
     printed = train_all({"run": [*options, "--training.steps", 12]}, root, **SMALL)
     return root / "run", printed["run"], before
 
 
-def test_a_run_continues_from_its_own_last_step(run):
-    _, printed, _ = run
+def test_a_run_reads_and_deletes_its_own_checkpoints_alone(run):
+    folder, printed, before = run
     assert sorted(losses(printed)) == list(range(5, 13)), printed
-
-
-def test_a_run_writes_through_no_hard_links(run):
-    assert (run[0].parent / "thesis").read_text() == "years"
-
-
-LINKED = [
-    *("rank0.log", "metrics.jsonl", "settings.json", ".settings.json.tmp"),
-    *("tb", "checkpoint"),
-]
-
-
-@pytest.mark.parametrize("link", [os.symlink, os.link])
-@pytest.mark.parametrize("name", LINKED)
-def test_a_stranger_s_links_are_not_followed(name, link, run, tmp_path, monkeypatch):
-    thesis, folder = tmp_path / "thesis", tmp_path / "run"
-    thesis.write_text("years")
-    folder.mkdir()
-    is_folder = "." not in name
-    if is_folder:
-        (tmp_path / "inner").mkdir()
-        thesis.rename(tmp_path / "inner/thesis")
-        thesis = tmp_path / "inner/thesis"
-    if is_folder and link is os.link:
-        pytest.skip("folders have no hard links")
-    link(thesis.parent if is_folder else thesis, folder / name)
-    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.setenv(variable, str(int("SIZE" in variable)))
-    words = [*OPTIONS, "--dump-folder", folder]
-    words += ["--dataloader.dataset-path", run[0].parent / "data"]
-    config = parse([*map(str, words)])
-    resolve(config, 1)
-    root = logging.getLogger()
-    kept = root.handlers[:]
-    try:
-        if link is os.symlink or name == "rank0.log":
-            with pytest.raises(UserError, match=f"{name}, (a link|which is a link)"):
-                take_folder(config)
-        else:
-            take_folder(config)
-    finally:
-        for handler in [h for h in root.handlers if h not in kept]:
-            root.removeHandler(handler)
-            handler.stream.close()
-    assert thesis.read_text() == "years"
-
-
-def test_of_a_checkpoint_that_is_a_link_the_link_is_deleted(run, tmp_path):
-    (tmp_path / "step-1").mkdir()
-    for name in (SUMS, ".metadata", "data"):
-        (tmp_path / "step-1" / name).touch()
-    (tmp_path / "step-2").symlink_to("step-1")
-    delete(tmp_path / "step-2")
-    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
-    assert len([*(tmp_path / "step-1").iterdir()]) == 3
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-def test_a_record_of_a_run_that_is_no_file_is_refused(make, tmp_path):
-    make(tmp_path / "events.out.tfevents.1")
-    with pytest.raises(UserError, match="which is a folder, a FIFO, a device"):
-        read_scalars(tmp_path)
-
-
-def test_a_run_deletes_its_own_checkpoints_alone(run):
-    folder, _, before = run
     assert contents(folder) == before
     # the newest two, and the last step's
     assert numbered(folder) == {"step-8", "step-10", "step-12"}
-    assert (folder / "checkpoint" / "step-11").is_file()
-
-
-def test_commands_read_the_run_s_own_checkpoints_alone(run, monkeypatch, capsys):
-    folder, *_ = run
+    assert (folder / "checkpoint/step-11").is_file()
     assert steps(folder) == [8, 10, 12]
-    assert last_step(folder) == 12
     assert checkpoint(folder).name == "step-12"
     assert of_run(folder, None).step == 12
     with pytest.raises(UserError, match=r"got --step 99, .* \[8, 10, 12\]"):
         of_run(folder, 99)
-    args = ["sample", "--run", str(folder), "--tokens", "3", "--prompt", "import"]
-    monkeypatch.setattr(sys, "argv", args)
-    sample.main()
-    assert capsys.readouterr().out.startswith("import")
 
 
 def test_a_comparison_deletes_the_run_s_own_checkpoints_alone(run, tmp_path):
@@ -191,15 +98,15 @@ def test_a_comparison_deletes_the_run_s_own_checkpoints_alone(run, tmp_path):
     assert contents(folder) == run[2]
 
 
-INDEX = ".metadata"
-
-
-def test_a_deletion_that_is_cut_off_leaves_no_damage(tmp_path, monkeypatch):
-    path = tmp_path / "checkpoint" / "step-4"
+def test_a_deletion_is_of_the_link_and_leaves_no_damage(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint/step-4"
     path.mkdir(parents=True)
-    for name in (SUMS, INDEX, "__0_0.distcp"):
+    for name in (SUMS, ".metadata", "__0_0.distcp"):
         (path / name).touch()
-    monkeypatch.setattr(shutil, "rmtree", lambda path: None)
+    path.with_name("step-5").symlink_to("step-4")
+    delete(path.with_name("step-5"))
+    assert len([*path.iterdir()]) == 3 and steps(tmp_path) == [4]
+    monkeypatch.setattr(shutil, "rmtree", lambda path: None)  # cut off here
     delete(path)
     assert [p.name for p in path.iterdir()] == ["__0_0.distcp"]
     assert steps(tmp_path) == []

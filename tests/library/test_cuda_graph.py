@@ -96,16 +96,16 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_in_replays():
 
 def in_place(optimizer, step):
     """Every number as a tensor that is there, moved."""
-    of_matrices, of_rest = optimizer.param_groups
-    shared = "weight_decay", "lr_ratio", "eps"
-    for group, keys in ((of_matrices, ("gamma", "clip", *shared)), (of_rest, shared)):
-        for key in keys:
-            if step == 0:
-                group[key] = torch.tensor(group[key], dtype=torch.float64)
-            group[key].fill_(0.01 * (step + 1))
+    (group,) = optimizer.param_groups
+    keys = "gamma", "clip", "lr_ratio", "eps", "weight_decay", "weight_decay_1d"
+    for key in keys:
         if step == 0:
-            group["betas"] = tuple(map(torch.tensor, group["betas"]))
-        for beta in group["betas"]:
+            group[key] = torch.tensor(group[key], dtype=torch.float64)
+        group[key].fill_(0.01 * (step + 1))
+    for key in ("betas", "betas_1d"):
+        if step == 0:
+            group[key] = tuple(map(torch.tensor, group[key]))
+        for beta in group[key]:
             beta.fill_(0.8 + 0.01 * step)
 
 

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import marsopt
 from marsopt import MARS, REGISTRY
+from marsopt.optim.groups import values_of
 from marsopt.rules.decay import at, complement, product
 from tests import stacking
 from tests.stacking import fill
@@ -64,31 +65,32 @@ def test_what_it_sets(mars_type):
     """By every door, and not what its user gives."""
     row = REGISTRY[mars_type]
     weight = 0.2 if "nesterov" in row.table else None
+    of_rest = weight if row.fallback == "itself" else 0.2
     by_group = MARS([{"params": parameters(), "log_time": 8}], mars_type=mars_type)
     for optimizer in (MARS(parameters(), mars_type=mars_type, log_time=8), by_group):
-        matrices, *rest = optimizer.param_groups
-        assert (matrices["betas"], matrices.get("nesterov")) == (CAP["betas"], weight)
-        for group in rest:
-            assert (group["betas"], group["nesterov"]) == (CAP["betas"], 0.2)
-        assert {group["log_time"] for group in optimizer.param_groups} == {8}
+        (group,) = optimizer.param_groups
+        assert (group["betas"], group.get("nesterov")) == (CAP["betas"], weight)
+        rest = values_of(group, is_matrix=False)
+        assert (rest["betas"], rest.get("nesterov")) == (CAP["betas"], of_rest)
+        assert group["log_time"] == rest["log_time"] == 8
     given = dict(betas=(0.9, 0.95), betas_1d=(0.8, 0.9), nesterov_1d=0.5)
     given |= {} if weight is None else dict(nesterov=0.4)
     if row.fallback == "itself":
         del given["betas_1d"], given["nesterov_1d"]
     optimizer = MARS(parameters(), mars_type=mars_type, log_time=8, **given)
-    matrices, *rest = optimizer.param_groups
-    assert matrices["betas"] == (0.9, 0.95)
-    assert matrices.get("nesterov") == given.get("nesterov")
-    assert all((g["betas"], g["nesterov"]) == ((0.8, 0.9), 0.5) for g in rest)
-    preconditioner = marsopt.rule(mars_type, log_time=8).matrix.preconditioner
-    decays = [preconditioner.beta1, getattr(preconditioner, "beta2", 0.999)]
-    assert decays == [0.999, 0.999] and preconditioner.log_time == 8
-    assert getattr(preconditioner, "nesterov", None) == weight
+    (group,) = optimizer.param_groups
+    assert group["betas"] == (0.9, 0.95)
+    assert group.get("nesterov") == given.get("nesterov")
+    if row.fallback != "itself":
+        rest = values_of(group, is_matrix=False)
+        assert (rest["betas"], rest["nesterov"]) == ((0.8, 0.9), 0.5)
+    alone = marsopt.rule(mars_type, log_time=8).matrix
+    assert getattr(alone.preconditioner, "nesterov", None) == weight
     routed = marsopt.mars(mars_type=mars_type, log_time=8)
-    for algorithm in (routed.matrix, routed.rest):
-        if algorithm is not None:
-            assert algorithm.preconditioner.beta1 == 0.999
-            assert algorithm.preconditioner.log_time == 8
+    for algorithm in filter(None, (alone, routed.matrix, routed.rest)):
+        numbers = algorithm.read(iter(algorithm.defaults(0.1, None)))
+        assert algorithm.preconditioner.beta1(numbers) == 0.999
+        assert numbers.log_time == 8
 
 
 @pytest.mark.parametrize("w", [False, 0.2])
@@ -189,7 +191,7 @@ def test_schedules_go_on_beside_it(schedule):
         fill(params, t)
         optimizer.step()
         scheduler.step()
-    assert [group["log_time"] for group in optimizer.param_groups] == [3.0, 3.0]
+    assert [group["log_time"] for group in optimizer.param_groups] == [3.0]
 
 
 def test_for_model_gives_it_to_both_parts():

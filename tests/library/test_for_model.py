@@ -29,7 +29,7 @@ from configs.published import LR
 from marsopt import LOCAL, MARS, REGISTRY, for_model
 from marsopt.models.for_model import LEARNING_RATES, RULES, learning_rate
 from marsopt.parallel import MeshCollectives
-from tests.library.test_param_groups import SHAPE, adapted
+from tests.library.test_param_groups import SHAPE, adapted, everything
 from tests.processes import spawn
 from train.gpt2 import GPT2
 
@@ -79,6 +79,51 @@ def test_it_is_what_its_docstring_says():
     assert_same(one, two)
     saved = optimizer.state_dict()["param_groups"]
     assert saved == other.state_dict()["param_groups"]
+
+
+OPTIONS = {
+    "": {},
+    "many": dict(weight_decay=0.3, lr_1d=1e-3, convolutions=True, splits={"qkv": 3}),
+    "in log time": dict(log_time=8, betas=(0.9, 0.99), max_norm=None),
+    "exact": dict(correction="exact", max_norm=None, clip=0.5),
+}
+DOORS = [(rule, "") for rule in REGISTRY] + [
+    *((rule, "many") for rule in ("moonlight", "mars-lion", "muon")),
+    *((rule, "in log time") for rule in ("adamw", "normuon", "soap")),
+    *((rule, "exact") for rule in ("mars-adamw", "mars-m")),
+]
+
+
+@pytest.mark.parametrize("rule, options", DOORS)
+def test_both_doors_are_one_optimizer(rule, options):
+    """Ten steps of ``for_model`` and ``rule_for`` are equal to the bit, but SOAP's."""
+    is_exact = options == "exact"
+    torch.manual_seed(0)
+    model, given = everything(), dict(lr=0.02) | OPTIONS[options]
+    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = for_model(model, rule, compile=False, **given)
+    pure = marsopt.rule_for(model, rule, **given)
+    state = pure.init(params)
+    h = {name: torch.zeros_like(p) for name, p in params.items()}
+
+    def differentiate(grads):
+        for name, p in model.named_parameters():
+            p.grad = grads[name].clone()
+
+    for count in range(10):
+        grads, new_h = ({n: torch.randn_like(p) for n, p in h.items()} for _ in "gh")
+        differentiate(new_h)
+        optimizer.update_previous_grad()
+        differentiate(grads)
+        optimizer.step()
+        optimizer.update_last_grad()
+        more = dict(reference=h if is_exact else None, count=count)
+        params, state = pure.step(params, grads, state, lr=pure.lr, **more)
+        h = new_h
+    # SOAP's bases differ in the last bit, by the batch that a matrix is in
+    tolerance = dict(rtol=0, atol=1e-6 if "soap" in rule else 0)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p, params[name], msg=name, **tolerance)
 
 
 def test_options_go_to_the_groups_and_to_the_class():
@@ -134,13 +179,33 @@ def test_one_line_and_print_say_what_moves_what(rule, caplog):
     model.wpe.requires_grad_(False)
     lr = None if rule == "moonlight" else 0.1
     optimizer = for_model(model, rule, lr=lr, compile=False)
-    (line,) = [r for r in caplog.records if "for_model" in r.getMessage()]
-    assert line.levelno == logging.INFO
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
     lines = [*LINES[rule], "collectives: LOCAL"]
-    by_size = "; lr by size (1832 parameters)" if lr is None else ""
-    assert line.getMessage() == f"marsopt.for_model: {'; '.join(lines)}{by_size}"
+    by_size = ["marsopt: lr 0.017 by size (1832 parameters)"]
+    source = by_size if lr is None else []
+    assert said == [*source, f"marsopt.MARS: {'; '.join(lines)}"]
     head = "".join(f"    {text}\n" for text in lines)
     assert str(optimizer).startswith(f"MARS (\n{head}Parameter Group 0\n")
+
+
+@pytest.mark.parametrize("are_named", [True, False])
+def test_the_class_says_what_it_gave_to_whom_if_it_knows_names(are_named, caplog):
+    caplog.set_level(logging.INFO)
+    model = gpt2()
+    params = model.named_parameters() if are_named else model.parameters()
+    MARS(params, mars_type="moonlight", compile=False)
+    said = [text for text in caplog.messages if text.startswith("marsopt.MARS: ")]
+    lines = [
+        "marsopt.MARS: moonlight: 10 matrices, 1840 parameters, lr 0.003"
+    ] * are_named
+    assert [text.partition(";")[0] for text in said] == lines
+
+
+def test_matrices_that_share_a_name_but_for_numbers_are_named_in_full():
+    """So that the head among them can be checked."""
+    model = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 8), nn.Linear(8, 32))
+    optimizer = for_model(model, lr=0.1, compile=False)
+    assert "    adamw: 2 matrices (0.weight, 2.weight), 552 param" in str(optimizer)
 
 
 def test_print_says_that_a_matrix_rule_moves_nothing():
@@ -154,6 +219,19 @@ def test_print_says_that_a_matrix_rule_moves_nothing():
     )
 
 
+def test_a_rule_for_a_model_takes_the_models_names():
+    model = gpt2()
+    rule = marsopt.rule_for(model, lr=0.1)
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    for other in ([*params.values()], {f"module.{n}": p for n, p in params.items()}):
+        with pytest.raises(ValueError, match=r"got params\[.*expected a name in named"):
+            rule.init(other)
+    some = {name: params[name] for name in ("wte.weight", "layers.0.attn_in.weight")}
+    assert {*rule.init(some)} == {*[*rule.routes][:2]}
+    with pytest.raises(TypeError, match="got .*'compile'.*of marsopt.rule_for"):
+        marsopt.rule_for(model, compile=False)
+
+
 def test_what_it_does_not_take():
     with pytest.raises(TypeError, match="got generator, expected a torch.nn.Module"):
         for_model(gpt2().parameters())
@@ -161,6 +239,10 @@ def test_what_it_does_not_take():
         for_model(gpt2(), lr=0.1, max_grad_norm=1.0)
     with pytest.raises(ValueError, match="got mars_type='moon'"):
         for_model(gpt2(), "moon")
+    with pytest.raises(ValueError, match="got mars_type=0.001, .*: pass lr=0.001$"):
+        for_model(gpt2(), 1e-3)
+    with pytest.raises(TypeError, match="got lr='lion', .*: pass mars_type='lion'$"):
+        MARS(gpt2().parameters(), "lion")
     with pytest.raises(ValueError, match="got no lr for 'lion', expected one"):
         for_model(gpt2(), "lion")
     bigrams = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
@@ -257,7 +339,7 @@ def test_what_is_fine_tuned_asks_for_a_learning_rate():
     model = adapted().requires_grad_(False)
     for name, p in model.named_parameters():
         p.requires_grad_("lora_A" in name or "lora_B" in name)
-    with pytest.raises(ValueError, match="got no lr for a model of which 168 of"):
+    with pytest.raises(ValueError, match="got no lr for a model of which 128 of"):
         for_model(model)
     optimizer = for_model(model, lr=1e-3, compile=False)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -343,20 +425,42 @@ def test_a_model_on_several_ranks_trains_as_on_one(kind, world):
         assert f"collectives: {collectives.get(kind, 'MeshCollectives(')}" in shown
 
 
-def test_a_sharded_model_brings_its_largest_mesh():
+@pytest.fixture
+def four_ranks():
+    """Of which only this one exists."""
     dist.init_process_group("fake", rank=0, world_size=4)
-    try:
-        two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        fully_shard(model[0], mesh=two["shards"])
-        fully_shard(model[1], mesh=two)
-        optimizer = for_model(model, lr=0.1, compile=False)
-        assert f"collectives: MeshCollectives({two})" in str(optimizer)
-        given = MeshCollectives(two["shards"])
-        assert f"{two['shards']}" in str(
-            for_model(model, lr=0.1, collectives=given, compile=False)
-        )
-        plain = for_model(nn.Linear(4, 4), lr=0.1, compile=False)
-        assert f"collectives: {LOCAL}" in str(plain)
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def test_parameters_that_ddp_ignores_are_left_out(four_ranks, caplog):
+    caplog.set_level(logging.INFO)
+    model = gpt2()
+    names = ["wte.weight", "layers.1.mlp_in.weight"]
+    vars(model)["_ddp_params_and_buffers_to_ignore"] = names
+    all_names = {name for name, _ in model.named_parameters()}
+    called = torch.compile(DistributedDataParallel(model), backend="eager")
+    optimizer = for_model(called, lr=0.1, compile=False)
+    assert "marsopt: left out 2 tensors that DDP ignores" in caplog.messages
+    rule = marsopt.rule_for(called, lr=0.1)
+    taken = [n for group in optimizer.param_groups for n in group["param_names"]]
+    for found in (taken, [n for r in rule.routes.values() for n in r.names]):
+        plain = {name.removeprefix("_orig_mod.module.") for name in found}
+        assert plain == all_names - {*names}
+    alone = for_model(model, lr=0.1, compile=False).param_groups
+    assert {n for group in alone for n in group["param_names"]} == all_names
+
+
+def test_a_sharded_model_brings_its_largest_mesh(four_ranks):
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], mesh=two["shards"])
+    fully_shard(model[1], mesh=two)
+    optimizer = for_model(model, lr=0.1, compile=False)
+    assert f"collectives: MeshCollectives({two})" in str(optimizer)
+    given = MeshCollectives(two["shards"])
+    assert f"{two['shards']}" in str(
+        for_model(model, lr=0.1, collectives=given, compile=False)
+    )
+    plain = for_model(nn.Linear(4, 4), lr=0.1, compile=False)
+    assert f"collectives: {LOCAL}" in str(plain)

@@ -13,6 +13,8 @@ from torch._dynamo.utils import counters
 from torch.overrides import TorchFunctionMode
 
 import marsopt
+from marsopt.rules.dtypes import scalar_dtype
+from marsopt.step.compiling import compile_graph
 from tests import stacking
 from tests.stacking import equal, fill, forced
 
@@ -314,13 +316,34 @@ def test_an_optimizer_that_is_gone_leaves_no_tensor():
     assert num_compiled(lambda: sweep(parameters(2))) == 0
 
 
-def test_a_graph_that_may_not_be_compiled_again_is_replaced():
-    """By one with a limit of its own: many optimizers may have met its guards."""
-    params = parameters(1)
-    with torch._dynamo.config.patch(recompile_limit=1):
-        optimizer = MARS(params, compile=True)
-        for change in (None, with_a_graph):
-            fill(params, 0)
-            if change is not None:
-                change(params)
-            optimizer.step()
+def test_inductor_captures_no_step(monkeypatch):
+    """Else a replay writes into tensors that a caller kept, such as ``grad_norm``."""
+    options = []
+    monkeypatch.setattr(torch, "compile", lambda f, **kw: options.append(kw["options"]))
+    for dynamic in (False, True):
+        compile_graph(lambda kind, tensors: None, None, None, dynamic)
+    assert [of_graph["triton.cudagraphs"] for of_graph in options] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("device", "has_float64", "dtype"),
+    [
+        ("cpu", None, torch.float64),
+        ("mps", None, torch.float32),
+        ("xpu", True, torch.float64),
+        ("xpu", False, torch.float32),  # Arc
+    ],
+)
+def test_scalars_are_float64_where_the_device_has_it(
+    device, has_float64, dtype, monkeypatch
+):
+    """In a graph, too, which cannot trace the question."""
+    capability = {"has_fp64": has_float64}
+    monkeypatch.setattr(torch.xpu, "get_device_capability", lambda device: capability)
+    device = torch.device(device, 0)
+
+    def converted(x):
+        return x.to(scalar_dtype(device))
+
+    for call in converted, torch.compile(converted, backend="eager", fullgraph=True):
+        assert call(torch.ones(2)).dtype == dtype

@@ -278,6 +278,11 @@ def setting(heading, names, folder):
         case "CUDA graphs":
             names["device"] = "cpu"
             yield
+        case "Back to torch.optim":
+            names["optimizer"] = marsopt.for_model(model, "moonlight", lr=1e-2)
+            yield
+            moved = {p for name in ("muon", "adamw") for p in names[name].state}
+            assert moved == {*model.parameters()}
         case _:
             yield
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import marsopt
-from marsopt.step import graph_runner
+from marsopt.optim import binding
+from marsopt.step.leaf import Leaf
 from tests.table import steady
 
 F64 = torch.float64
@@ -112,7 +113,7 @@ def test_a_step_depends_on_values_and_not_on_strides(
 ):
     """Batches are of one GPU: matrices of one shape are orthogonalized together."""
     want = trained(mars_type, False, is_contiguous=True)
-    monkeypatch.setattr(graph_runner, "takes_batches", lambda *_, **__: is_batch)
+    monkeypatch.setattr(binding, "takes_batches", lambda *_, **__: is_batch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # NumPy interprets
         # kernels if Triton is there, else graphs
@@ -125,3 +126,41 @@ def test_a_step_depends_on_values_and_not_on_strides(
         torch.testing.assert_close(
             a, b, rtol=0, atol=1e-8, msg=lambda m, n=(shape, form.__name__): f"{n}: {m}"
         )
+
+
+def of_one_pixel(g: Tensor) -> Tensor:
+    """As cuDNN lays out the gradient of a 1 x 1 convolution in channels_last."""
+    channels = g.shape[1]
+    return g.as_strided(g.shape, (channels, 1, channels, channels))
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "moonlight"])
+@pytest.mark.parametrize(
+    ("form", "shape", "num_copies"),
+    [
+        (torch.clone, (64, 96), 0),
+        (transposed, (64, 96), 1),
+        (negated, (64, 96), 1),
+        (of_one_pixel, (96, 64, 1, 1), 0),
+    ],
+)
+def test_a_gradient_is_copied_once_at_most_by_interpreted_steps_too(
+    mars_type, form, shape, num_copies, monkeypatch
+):
+    """A step reads it twice: for its norm, and for the new values."""
+    copies = list[bool]()
+
+    laid_out = Leaf.laid_out
+
+    def noted(leaf: Leaf, piece: Tensor) -> Tensor:
+        laid = laid_out(leaf, piece)
+        copies.append(laid.data_ptr() != piece.data_ptr())
+        return laid
+
+    monkeypatch.setattr(Leaf, "laid_out", noted)
+    p = nn.Parameter(values(shape, 0))
+    p.grad = form(values(shape, 1))
+    compile = None if IS_INTERPRETED else False
+    options = dict(mars_type=mars_type, lr=0.1, matrices="flattened", compile=compile)
+    marsopt.MARS([p], **options).step()
+    assert sum(copies) == num_copies

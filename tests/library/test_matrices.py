@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import marsopt
-from marsopt import MARS, REGISTRY, FlatGroup, Matrices, NewtonSchulz
+from marsopt import MARS, REGISTRY, FlatGroup, NewtonSchulz
 from tests.slices import TENSORS, Several, at_once, in_loop, values
 from tests.stacking import MODES, build, forced, traced
 from tests.table import steady
@@ -48,10 +48,11 @@ def test_the_class_moves_every_matrix_as_if_it_were_alone(
 )
 def test_a_fused_weight_is_its_parts_to_the_bit(mars_type):
     """Norms of narrow parts are summed in another order than those of parameters: no
-    clip acts on them here.
+    clip acts on them here. Parts have different sizes: equal parts are one batched
+    product, which rounds otherwise.
     """
     clips = (None, 1.0) if REGISTRY[mars_type].is_mars else (None,)
-    narrow, wide = ((16, 6), (10, 3, 3)), ((24, 300), (16, 4, 4))
+    narrow, wide = ((16, 6), (10, 4, 2)), ((24, 300), (16, 5, 3))
     own = dict(mars_type=mars_type, lr=0.1, compile=False, **steady(mars_type))
     for clip, (shape, splits) in zip(clips, (narrow, wide), strict=False):
         clipped = dict(clip=clip) if len(clips) > 1 else {}
@@ -167,8 +168,7 @@ def test_factors_of_other_parts_restart(splits):
     optimizer.param_groups[0]["splits"] = splits
     optimizer.step()
     entry = optimizer.state[params["qkv"]]
-    num = Matrices(splits=splits).num_in(torch.Size([16, 6]))
-    assert entry["step"] == 1 and entry["num_grads"].tolist() == [1] * num
+    assert entry["step"] == entry["stage_count"] == 1
 
 
 def test_a_gradient_that_is_not_finite_is_blamed_on_its_parameter_once():

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import marsopt
 from marsopt import MARS, REGISTRY
@@ -118,7 +119,49 @@ def add_another(optimizer):
         entry["mine"] = p.detach().clone()
 
 
-MOVES = (move_data, move_one, replace, swap, share, copy_entries)
+def leave_and_return(optimizer, message, leave, come_back):
+    """As trainers that generate between their steps move the state to the host; here
+    the meta device, or none, is in the host's place. Its memory is freed, and no step
+    is taken meanwhile.
+    """
+    kept = [(entry, key, value.clone()) for entry, key, value in tensors(optimizer)]
+    local = optimizer.describe().binding.collectives.local
+    memory = [
+        StorageWeakRef(local(value).untyped_storage())
+        for *_, value in tensors(optimizer)
+        if value.ndim
+    ]
+    for entry, key, _ in kept:
+        leave(entry, key)
+    optimizer.zero_grad()
+    assert all(storage.expired() for storage in memory)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    for entry, key, copied in kept:
+        come_back(entry, key, copied)
+
+
+def by_to(optimizer):
+    """verl's loop, and prime-rl's: state[p][key] = value.to(...)."""
+    leave_and_return(
+        optimizer,
+        "on meta as state .* on cpu, .*: move all state back before a step",
+        lambda entry, key: entry.update({key: entry[key].to("meta")}),
+        lambda entry, key, copied: entry.update({key: copied}),
+    )
+
+
+def by_data(optimizer):
+    """miles's loop: value.data = ..."""
+
+    def assign(entry, key, data=None):
+        entry[key].data = torch.empty(0) if data is None else data
+
+    message = r"got a tensor of shape \(0,\) on cpu as state"
+    leave_and_return(optimizer, message, assign, assign)
+
+
+MOVES = (move_data, move_one, replace, swap, share, copy_entries, by_to, by_data)
 
 
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
@@ -133,6 +176,7 @@ def test_state_that_is_moved_is_the_state(kwargs, move, mode):
         optimizer = build(params, mode, lr=LR, **kwargs)
         for seed in range(4):
             run(optimizer, params, [seed])
+            held = None  # nobody else holds the state
             if moves:
                 move(optimizer)
             held = [value for _, _, value in tensors(optimizer)]
@@ -192,6 +236,17 @@ def test_state_that_does_not_fit_is_refused_by_name(key, mode):
     optimizer.state[params[2]][key] = kept
     run(optimizer, params, [1])
     assert all(float(optimizer.state[p]["step"]) == 2 for p in params)
+
+
+@pytest.mark.parametrize("mars_type, key", [("soap", "row_basis"), ("normuon", "row_")])
+def test_state_of_owners_on_another_device_is_refused(mars_type, key, mode):
+    params = parameters((5, 4))
+    optimizer = build(params, mode, mars_type=mars_type)
+    run(optimizer, params, [0])
+    for entry, name, value in tensors(optimizer):
+        entry[name] = value.to("meta") if name.startswith(key) else value
+    with pytest.raises(ValueError, match=f"on meta as state '{key}"):
+        optimizer.step()
 
 
 def test_a_parameter_that_grows_with_its_state(mode):
@@ -326,7 +381,9 @@ def test_state_goes_to_the_parameter_of_its_name(caplog):
 
 
 def moved_model(rank, world):
-    """Exchanged by swap_tensors, between two steps: rules, and exact MARS."""
+    """Exchanged by swap_tensors, between two steps, and its state is away for a while:
+    rules, and exact MARS.
+    """
     mesh = init_device_mesh("cpu", (world,))
     for kwargs in (*RULES, dict(mars_type="mars-m", correction="exact")):
         ends = []
@@ -339,6 +396,7 @@ def moved_model(rank, world):
             for seed in range(4):
                 if moves and seed % 2:
                     model._apply(lambda x: x.clone())
+                    by_to(optimizer)
                 for takes in (optimizer.update_previous_grad, optimizer.step):
                     optimizer.zero_grad()
                     torch.manual_seed(10 * seed + rank)
@@ -365,7 +423,7 @@ def test_state_that_is_moved_compiles_nothing_again(monkeypatch, of_dynamo):
         fill(params, seed)
         optimizer.step()
     with torch.compiler.set_stance("fail_on_recompile"):
-        for move in (move_data, replace, swap, add_another):
+        for move in (move_data, replace, swap, add_another, by_to, by_data):
             move(optimizer)
             fill(params, 2)
             optimizer.step()

@@ -5,6 +5,7 @@ says.
 from __future__ import annotations
 
 import doctest
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -13,13 +14,12 @@ import torch
 
 import marsopt
 import marsopt.parallel
-import marsopt.testing
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 NAMES = sorted(
     f"{module.__name__}.{name}"
-    for module in (marsopt, marsopt.parallel, marsopt.testing)
+    for module in (marsopt, marsopt.parallel)
     for name in module.__all__
 )
 # values, which have no docstring of their own: their examples are in the pages
@@ -50,6 +50,16 @@ def test_the_example_of_a_public_name_runs(name):
 def test_the_examples_of_a_page_run(page):
     text = page.read_text()
     assert run(text, page.name) == text.count("\n   >>> ")
+
+
+def test_pages_know_every_public_name_and_rule():
+    text = "".join(page.read_text() for page in PAGES)
+    shown = re.findall(r"^\.\. auto\w+:: ([\w.]+)|^\.\. data:: (\w+)", text, re.M)
+    known = {(code or data).rpartition(".")[2] for code, data in shown}
+    assert {name.rpartition(".")[2] for name in NAMES} <= known
+    rules = (ROOT / "docs" / "fidelity.md").read_text().partition("## The update")[0]
+    rows = re.findall(r"^\| ([a-z, -]+) \|", rules, re.M)
+    assert {*", ".join(rows).split(", ")} == {*marsopt.REGISTRY}
 
 
 def test_values_have_an_example_in_a_page():

@@ -20,9 +20,9 @@ from torch import nn
 
 from marsopt import MARS
 from marsopt.rules import correction, newton_schulz, soap
-from marsopt.step import tables
+from marsopt.step import decide
 
-MODULES = (newton_schulz, soap, correction, tables)
+MODULES = (newton_schulz, soap, correction, decide)
 SHAPES = [(24, 4), (4, 24), (5, 5), (3, 4, 6), (7,)]
 RULES = ["mars-adamw", "mars-shampoo", "mars-m", "mars-normuon", "mars-soap"]
 OPTIONS = {

@@ -15,7 +15,7 @@ from collections import defaultdict
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -36,6 +36,7 @@ every_type = pytest.mark.parametrize(("mars_type", "mode"), CELLS, indirect=["mo
 
 # what lives with the owners of whole matrices (test_soap.py)
 # kept by owners of matrices
+COUNTS = "step", "stage_count"
 FACTORS = {buffer.key for buffer in SOAP.keeps.values()} | {"row_exp_avg_sq"}
 
 
@@ -119,8 +120,8 @@ def test_a_step_without_gradients_is_no_step(mars_type, mode):
     equal(params, before)
     found = optimizer.state_dict()
     # of a rank that has no gradient others may have one: all count the call
-    for group in (*found["param_groups"], *state["param_groups"]):
-        group.pop("stage_count", None)
+    for entry in (*found["state"].values(), *state["state"].values()):
+        entry.pop("stage_count", None)
     same(found, state)
 
 
@@ -185,22 +186,6 @@ def test_a_tensor_as_lr_is_a_number(mars_type, mode):
     equal(a, b, 1e-6)
 
 
-def test_a_schedule_fills_a_tensor_lr_in_place(mode):
-    a, b = parameters(*SHAPES), parameters(*SHAPES)
-    lr = torch.tensor(LR)
-    one, two = build(a, mode, lr=lr), build(b, "eager", lr=LR)
-    schedules = [ExponentialLR(optimizer, 0.5) for optimizer in (one, two)]
-    held = one.param_groups[0]["lr"]
-    for seed in range(3):
-        run(one, a, [seed])
-        run(two, b, [seed])
-        for schedule in schedules:
-            schedule.step()
-    assert one.param_groups[0]["lr"] is held
-    assert float(held) == pytest.approx(LR / 8)
-    equal(a, b, 1e-6)
-
-
 def test_a_group_comes_as_a_tensor_or_an_iterator(made):
     optimizer, params = made
     late = parameters((3, 3), (2,), (2,))
@@ -211,7 +196,7 @@ def test_a_group_comes_as_a_tensor_or_an_iterator(made):
     assert not any(map(torch.equal, late, before))
     steps = [float(optimizer.state[p]["step"]) for p in params + late]
     assert steps == [3] * 4 + [1] * 3
-    assert [group["lr"] for group in optimizer.param_groups] == [LR, LR, 0.5, LR]
+    assert [group["lr"] for group in optimizer.param_groups] == [LR, 0.5, LR]
 
 
 def test_defaults_are_those_of_the_constructor_and_fill_new_groups(made):
@@ -264,7 +249,7 @@ def test_dtypes_may_be_mixed(mars_type, mode):
         own = torch.float32 if p.dtype == torch.float16 else p.dtype
         for key, value in optimizer.state[p].items():
             if key not in FACTORS:
-                assert value.dtype == (torch.float32 if key == "step" else own)
+                assert value.dtype == (torch.float32 if key in COUNTS else own)
         torch.testing.assert_close(p, q)
 
 
@@ -347,7 +332,7 @@ def test_state_is_there_and_keyed_by_parameters(mars_type, mode):
             if key in FACTORS:  # of one matrix, or of none
                 assert value.shape[:1] == (1,)
                 continue
-            assert value.shape == (() if key == "step" else p.shape)
+            assert value.shape == (() if key in COUNTS else p.shape)
         assert float(entry["step"]) == 2
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from marsopt import MARS
+from marsopt import MARS, rule
 from marsopt.parallel import DataParallel, MeshCollectives
 from tests.processes import spawn
 
@@ -25,6 +26,11 @@ OTHERS = {
 }
 NAME, SHAPE, VALUES = "parameter 'w'", "parameter 'b'", "the sum of the bits of"
 MORE, PRECISION = "a parameter more", "another precision"
+FROZEN, MODULES = "all parameters frozen", "two modules in another order"
+TREE = "the order of a tree"  # of the functional door
+LOADED, GRADIENT = "number of loads", f"{VALUES} the gradient of parameter 'w'"
+# only under DDP does a rank load by itself, and have whole values
+OF_DDP, OF_MESHES = (VALUES, LOADED, GRADIENT), (MODULES,)
 
 
 def first_step(rank, world, mesh_shape, which):
@@ -32,14 +38,16 @@ def first_step(rank, world, mesh_shape, which):
     it has changed nothing. ``mesh_shape`` None: plain data parallelism.
     """
     told = {}
-    for what in (*OTHERS, NAME, SHAPE, VALUES, MORE, PRECISION):
+    some = OF_DDP if mesh_shape is None else OF_MESHES
+    for what in (*OTHERS, NAME, SHAPE, MORE, PRECISION, FROZEN, TREE, *some):
         is_other = rank == which
-        g = torch.Generator().manual_seed(int(is_other and what == VALUES))
-        w, b = torch.randn(8, 6, generator=g), torch.ones(3)
+        w = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+        w, b = w.flip(0) if is_other and what == VALUES else w, torch.ones(3)
         if mesh_shape is None:
             collectives = DataParallel()
         else:
-            mesh = init_device_mesh("cpu", mesh_shape)
+            names = ("replicate", "shard")[-len(mesh_shape) :]
+            mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
             collectives = MeshCollectives(mesh)
             places = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
             w = distribute_tensor(w, mesh, places, src_data_rank=None)
@@ -53,13 +61,25 @@ def first_step(rank, world, mesh_shape, which):
         if what == PRECISION:
             ns_dtype = torch.float32 if is_other else torch.bfloat16
             options = dict(mars_type="muon", ns_dtype=ns_dtype)
-        optimizer = MARS(
-            [*params.items()], collectives=collectives, compile=False, **options
-        )
+        given = [*params.items()]
+        if what == MODULES:
+            modules = [nn.Linear(6, 6, bias=False) for _ in range(2)]
+            given = [fully_shard(m, mesh=mesh).weight for m in modules]
+            given = given[::-1] if is_other else given
+        optimizer = MARS(given, collectives=collectives, compile=False, **options)
+        if is_other and what == LOADED:
+            optimizer.load_state_dict(optimizer.state_dict())
         for p in params.values():
+            p.requires_grad_(not (is_other and what == FROZEN))
             p.grad = torch.ones_like(p)
+        if is_other and what == GRADIENT:
+            params[name].grad[0, 0] += 1
         try:
-            optimizer.step()
+            if what == TREE:
+                tree = dict.fromkeys("xy"[::-1] if is_other else "xy", w)
+                rule("moonlight").init(tree, collectives=collectives)
+            else:
+                optimizer.step()
             told[what] = "", False
         except RuntimeError as error:
             same = torch.equal(collectives.local(params[name]), collectives.local(w))
@@ -74,23 +94,24 @@ def first_step(rank, world, mesh_shape, which):
 )
 def test_a_difference_is_an_error_on_all_ranks(mesh_shape, world, which):
     expected = {name: next(iter(value.values())) for name, value in OTHERS.items()}
-    expected[SHAPE] = "(4,) torch.float32"
+    expected |= {SHAPE: "(4,) torch.float32", LOADED: 1}
     usual = {name: SAME[name.split()[0]] for name in OTHERS}
-    usual[SHAPE] = "(3,) torch.float32"
+    usual |= {SHAPE: "(3,) torch.float32", LOADED: 0}
     for told in spawn(first_step, world, mesh_shape, which):
         error, same = told.pop(NAME)
-        assert "=nothing on rank" in error or ", nothing on rank" in error
+        assert "parameter 'v'=(8, 6) " in error and "parameter 'w'=(8, 6) " in error
         assert same
-        for what in (MORE, PRECISION):
+        texts = {MORE: "", PRECISION: "", FROZEN: "float32 frozen on rank"}
+        texts |= {VALUES: f"{VALUES} parameter 'w'=", GRADIENT: f"{GRADIENT}="}
+        texts |= {MODULES: "weight of sharded module", TREE: "leaf 'x'=(8, 6) "}
+        for what in texts.keys() & told.keys():
             error, same = told.pop(what)
             assert "differ between the ranks" in error and same, what
-        error, same = told.pop(VALUES)
-        if mesh_shape is None:  # else no rank has the whole of another's parameters
-            assert f"{VALUES} parameter 'w'=" in error and same
+            assert texts[what] in error
         for what, (error, same) in told.items():
             assert same, what
             pair = usual[what], expected[what]
             first, last = pair[::-1] if which == 0 else pair
-            values = f"{what}={first} on rank 0, {last} on rank {max(which, 1)}"
+            values = f"{what}={first} on rank 0, {what}={last} on rank {max(which, 1)}"
             assert f"differ between the ranks ({values}" in error
             assert "from equal arguments on every rank" in error

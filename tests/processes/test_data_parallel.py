@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import marsopt
 from marsopt import MARS
-from marsopt.parallel import DataParallel, MeshCollectives, data_parallel
+from marsopt.parallel import DataParallel, MeshCollectives, data_parallel, exchange
 from marsopt.parallel.planner import assign
 from marsopt.profiling.gpt2 import param_groups, shapes
 from tests import dcp_states
@@ -223,28 +223,36 @@ def test_compiled_steps_are_eager_ones():
 # ---- what is done and sent -----------------------------------------------------------
 
 
-def shares(rank, world, layers, width):
-    """FLOPs of the matrices that this rank iterates in a warm step, FLOPs of all, the
-    collectives with how many numbers each takes from here, and bytes of state.
+def shares(rank, world, layers, width, mesh_shape):
+    """Matrices that this rank iterates in a warm step, all matrices, the collectives
+    with how many numbers each takes from here, and bytes of state; over (replicas,
+    shards), or of plain data parallelism.
     """
-    made = {n: nn.Parameter(torch.ones(s)) for n, s in shapes(layers, width).items()}
+    collectives, room, put = DataParallel(), data_parallel, lambda x: x
+    if mesh_shape:
+        mesh = init_device_mesh("cpu", mesh_shape)
+        collectives, room = MeshCollectives(mesh), exchange
+        put = partial(
+            distribute_tensor, device_mesh=mesh, placements=[Replicate(), Shard(0)]
+        )
+    drawn = {n: torch.ones(shape) for n, shape in shapes(layers, width).items()}
+    made = {n: nn.Parameter(put(x)) for n, x in drawn.items()}
     groups = param_groups(made, "moonlight")  # embeddings under AdamW
     optimizer = MARS(
         groups, mars_type="moonlight", lr_1d=1e-3, compile=False,
-        ns_dtype=torch.float32,
-        collectives=DataParallel(),
+        ns_dtype=torch.float32, collectives=collectives,
     )  # fmt: skip
     for p in made.values():
         p.grad = torch.ones_like(p)
     optimizer.step()
-    done, work = [], data_parallel.precondition_matrices
+    done, work = [], room.precondition_matrices
 
     def counted(requests):
         done.extend(request.input.matrix.shape for request in requests)
         return work(requests)
 
     with (
-        mock.patch.object(data_parallel, "precondition_matrices", counted),
+        mock.patch.object(room, "precondition_matrices", counted),
         torch.profiler.profile(record_shapes=True) as seen,
     ):
         optimizer.step()
@@ -263,21 +271,29 @@ def shares(rank, world, layers, width):
     return done, matrices, calls, kept
 
 
-def test_each_rank_does_its_share_and_sends_it_once():
-    """Balanced by FLOPs; two all-gathers, padded by less than a quarter."""
-    world, layers = 3, 4
-    per_rank = spawn(shares, world, layers, 32)
+@pytest.mark.parametrize("mesh_shape, exchanges", [(None, 0), ((2, 2), 4)])
+def test_each_rank_does_its_share_and_sends_it_once(mesh_shape, exchanges):
+    """Balanced by FLOPs over all ranks, of DDP or HSDP; one all-reduce of norms; in two
+    buckets shards there and back, and all-gathers, padded by less than a quarter.
+    """
+    world, layers = 4 if mesh_shape else 3, 4
+    per_rank = spawn(shares, world, layers, 32, mesh_shape)
     cost = marsopt.NewtonSchulz(dtype=torch.float32)
     matrices = per_rank[0][1]
     flops = [cost.num_flops(*shape) for shape in matrices]
-    _, loads = assign(flops, world)
+    owners = assign(flops, world)
+    pairs = [*zip(owners, flops, strict=True)]
+    loads = [sum(n for owner, n in pairs if owner == rank) for rank in range(world)]
     every = [shape for done, *_ in per_rank for shape in done]
     assert sorted(every) == sorted(matrices)
     assert max(loads) < 1.1 * sum(flops) / world
+    kinds = {"all_reduce": 1, "all_to_all": exchanges, "all_gather": 2}
     for (done, _, calls, kept), load in zip(per_rank, loads, strict=True):
         assert sum(cost.num_flops(*shape) for shape in done) == load
-        assert [name for name, _ in calls] == ["all_gather"] * 2
-        sent = sum(numel for _, numel in calls)
+        names = [name for name, _ in calls]
+        assert {kind: names.count(kind) for kind in kinds} == kinds
+        assert len(names) == sum(kinds.values())
+        sent = sum(numel for name, numel in calls if name == "all_gather")
         assert sent <= 1.25 * sum(s.numel() for s in matrices) / world
         assert kept == per_rank[0][3]
 
@@ -387,7 +403,7 @@ def as_shown(heading):
         DistributedDataParallel=DistributedDataParallel, MARS=MARS, dist=dist,
         ColwiseParallel=ColwiseParallel, RowwiseParallel=RowwiseParallel,
         device="cpu", fully_shard=fully_shard, parallelize_module=parallelize_module,
-        layers=[*model][:2], marsopt=marsopt, model=model,
+        layers=[*model][:2], marsopt=marsopt, model=model, stage=model,
         batches=list(pairs), loss_fn=nn.functional.mse_loss, torch=torch,
     )  # fmt: skip
     if heading != ALONE:

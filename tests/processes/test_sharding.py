@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import marsopt
-from marsopt import MARS, REGISTRY
-from marsopt.parallel import MeshCollectives
+from marsopt import LOCAL, MARS, REGISTRY
+from marsopt.parallel import DataParallel, MeshCollectives
 from tests.processes import spawn
 from tests.slices import BATCHED, FLATTENED, Several, at_once
 from tests.table import steady
@@ -72,13 +72,10 @@ def several_meshes(rank, world):
         return whole, float(optimizer.grad_norm)
 
     want, norm = steps(False)
-    worst = 0.0
-    for strategy in ("owner", "auto"):
-        got, mine = steps(True, collectives=MeshCollectives(line, strategy=strategy))
-        worst = max(worst, abs(mine - norm) / norm)
-        pairs = zip(got, want, strict=True)
-        worst = max(worst, *(float((a - b).abs().max()) for a, b in pairs))
-    return worst
+    got, mine = steps(True, collectives=MeshCollectives(line))
+    pairs = zip(got, want, strict=True)
+    differences = (float((a - b).abs().max()) for a, b in pairs)
+    return max(abs(mine - norm) / norm, *differences)
 
 
 def test_parameters_on_several_meshes():
@@ -296,7 +293,7 @@ def count(rank, world):
             return real(*args, **kw)
 
         dist.all_to_all_single = all_to_all
-        collectives = MeshCollectives(mesh, strategy="owner", max_buckets=1)
+        collectives = MeshCollectives(mesh)
         at_once(
             {name: several},
             1,
@@ -311,36 +308,45 @@ def count(rank, world):
 
 
 def test_matrices_that_lie_whole_on_a_rank_do_not_travel():
+    """Two all-to-alls a bucket: an owner of two matrices has two buckets."""
     here = dict.fromkeys(("experts", "heads", "fused kernels"), 0)
-    cut = ("rows of experts", "odd heads", "channels out", "channels in", "height")
+    one = dict.fromkeys(("channels out", "channels in", "height"), 2)
+    several = dict.fromkeys(("rows of experts", "odd heads"), 4)
     for found in spawn(count, 2):
-        assert found == here | dict.fromkeys(cut, 2)
+        assert found == here | one | several
 
 
-def empty_matrices(rank, world):
-    """Steps of rules on a matrix and on two that have no element."""
-    mesh, out = init_device_mesh("cpu", (world,)), {}
-    for rule in ("soap", "mars-soap-muon", "normuon"):
-        for dim in (0, 1):
-            params = [
-                nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(dim)]))
-                for shape in ((6, 4), (0, 4), (4, 0))
-            ]
-            optimizer = MARS(
-                params, lr=0.1, mars_type=rule, compile=False, **steady(rule),
-                collectives=MeshCollectives(mesh),
-            )  # fmt: skip
-            for _ in range(3):
-                for p in params:
-                    p.grad = torch.ones_like(p)
-                optimizer.step()
-            optimizer.load_state_dict(optimizer.state_dict())
-            out[rule, dim] = optimizer.num_skipped
+def empty_matrices(rank, world, dim):
+    """Steps of rules on a matrix and on tensors that have no element, cut by a dim, or
+    whole: of several ranks, of one.
+    """
+    out, put, collectives = {}, lambda x: x, LOCAL if world == 1 else DataParallel()
+    if dim is not None:
+        mesh = init_device_mesh("cpu", (world,))
+        put, collectives = (
+            lambda x: distribute_tensor(x, mesh, [Shard(dim)]),
+            MeshCollectives(mesh),
+        )
+    for rule in ("soap", "mars-soap-muon", "normuon", "mars-m"):
+        shapes = (6, 4), (0, 4), (4, 0), (0, 4, 3), (2, 0, 3)
+        params = [nn.Parameter(put(torch.ones(shape))) for shape in shapes]
+        groups = [dict(params=params[:3]), dict(params=params[3:], **BATCHED)]
+        optimizer = MARS(
+            groups, lr=0.1, mars_type=rule, compile=False, **steady(rule),
+            collectives=collectives,
+        )  # fmt: skip
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        out[rule] = optimizer.num_skipped
     return out
 
 
-def test_rules_take_matrices_without_an_element():
-    for found in spawn(empty_matrices, 2):
+@pytest.mark.parametrize("world, dim", [(2, 0), (2, 1), (2, None), (1, None)])
+def test_rules_take_matrices_without_an_element(world, dim):
+    for found in spawn(empty_matrices, world, dim):
         assert set(found.values()) == {0}
 
 
@@ -371,7 +377,7 @@ def saved_factors(rank, world):
     ):
         got = saved(
             lambda x, place: distribute_tensor(x, mesh, place),
-            collectives=MeshCollectives(mesh, strategy="owner"),
+            collectives=MeshCollectives(mesh),
         )
     num = sum(x.dtype in (torch.uint8, torch.int64) for x, *_ in calls[-4:])
     worst = 0.0
@@ -434,37 +440,45 @@ def test_all_ranks_skip_together():
     assert spawn(lone_nan, 2) == [skipped + of_soap] * 2
 
 
-def nan_in_one_replica(rank, world):
+def nan_in_one_replica(rank, world, kind):
     """What is skipped, whether weights are finite, and how many all-reduces a step
     takes, where one rank of the second replica has a NaN.
     """
-    mesh = init_device_mesh("cpu", (2, 2))
-    places = [[Replicate(), Shard(0)]] * 3 + [[Replicate(), Replicate()]]
-    whole = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
-    params = [nn.Parameter(distribute_tensor(whole, mesh, p)) for p in places]
+    whole = [torch.randn(8, 6, generator=torch.Generator().manual_seed(0))] * 4
+    if kind == "DDP":
+        collectives, whole = DataParallel(), [x.clone() for x in whole]
+    else:
+        mesh = init_device_mesh("cpu", (2, 2))
+        places = [[Replicate(), Shard(0)]] * 3 + [[Replicate(), Replicate()]]
+        collectives = MeshCollectives(mesh)
+        pairs = zip(whole, places, strict=True)
+        whole = [distribute_tensor(x, mesh, place) for x, place in pairs]
+    params = [nn.Parameter(x) for x in whole]
     optimizer = MARS(
         params, mars_type="moonlight", max_norm=1.0, compile=False,
-        collectives=MeshCollectives(mesh, strategy="owner"),
+        collectives=collectives,
     )  # fmt: skip
     out, calls, real = [], [], dist.all_reduce
     for broken in (None, 0, 3, None):
         for p in params:
             p.grad = torch.ones_like(p)
         if broken is not None and rank == 3:
-            params[broken].grad.to_local()[0, 0] = float("nan")
+            collectives.local(params[broken].grad)[0, 0] = float("nan")
         calls.clear()
         with mock.patch.object(
             dist, "all_reduce", lambda *a, **own: (calls.append(1), real(*a, **own))
         ):
             optimizer.step()
-        finite = all(bool(p.to_local().isfinite().all()) for p in params)
+        pieces = [collectives.local(p) for p in params]
+        finite = all(bool(piece.isfinite().all()) for piece in pieces)
         out.append((optimizer.num_skipped, finite, len(calls)))
     return out[1:]
 
 
-def test_a_nan_in_one_replica_voids_the_step_in_all():
+@pytest.mark.parametrize("kind", ["HSDP", "DDP"])
+def test_a_nan_in_one_replica_voids_the_step_in_all(kind):
     want = [(1, True, 1), (2, True, 1), (2, True, 1)]
-    assert spawn(nan_in_one_replica, 4) == [want] * 4
+    assert spawn(nan_in_one_replica, 4, kind) == [want] * 4
 
 
 # ---- precision and memory ------------------------------------------------------------
@@ -511,31 +525,28 @@ def precision(rank, world):
 
     mesh = init_device_mesh("cpu", (world,))
     out = {}
-    for strategy in ("owner", "replicate"):
-        for name, dtypes, ns_dtype in (
-            ("mixed", (torch.bfloat16, torch.float32), torch.float32),
-            ("double", (torch.float64, torch.float64), torch.float64),
-            ("default", (torch.float32, torch.float32), torch.bfloat16),
-        ):
-            g = torch.Generator().manual_seed(0)
-            whole = [
-                torch.randn(96, 48, generator=g, dtype=torch.float64) for _ in "ab"
-            ]
-            given = [w.to(d) for w, d in zip(whole, dtypes, strict=True)]
-            cut = [distribute_tensor(w, mesh, [Shard(0)]) for w in given]
-            polar = Orthogonal(ns=NewtonSchulz(dtype=ns_dtype))
-            found = MeshCollectives(mesh, strategy=strategy).on_owners(
-                [Request(MatrixInput(c.to_local()), c, Matrices(), polar) for c in cut]
-            )
-            exact = NewtonSchulz(dtype=torch.float64)(given[1].double())
-            mine = distribute_tensor(exact, mesh, [Shard(0)]).to_local()
-            error = (found[1].matrix.double() - mine).norm() / mine.norm()
-            out[strategy, name] = float(error)
+    for name, dtypes, ns_dtype in (
+        ("mixed", (torch.bfloat16, torch.float32), torch.float32),
+        ("double", (torch.float64, torch.float64), torch.float64),
+        ("default", (torch.float32, torch.float32), torch.bfloat16),
+    ):
+        g = torch.Generator().manual_seed(0)
+        whole = [torch.randn(96, 48, generator=g, dtype=torch.float64) for _ in "ab"]
+        given = [w.to(d) for w, d in zip(whole, dtypes, strict=True)]
+        cut = [distribute_tensor(w, mesh, [Shard(0)]) for w in given]
+        polar = Orthogonal(ns=NewtonSchulz(dtype=ns_dtype))
+        found = MeshCollectives(mesh).on_owners(
+            [Request(MatrixInput(c.to_local()), c, Matrices(), polar) for c in cut]
+        )
+        exact = NewtonSchulz(dtype=torch.float64)(given[1].double())
+        mine = distribute_tensor(exact, mesh, [Shard(0)]).to_local()
+        error = (found[1].matrix.double() - mine).norm() / mine.norm()
+        out[name] = float(error)
     return out
 
 
 def test_precision_does_not_depend_on_the_neighbours():
     for errors in spawn(precision, 2):
-        for (strategy, name), error in errors.items():
+        for name, error in errors.items():
             bound = {"mixed": 1e-4, "double": 1e-9, "default": 3e-2}[name]
-            assert error < bound, (strategy, name)
+            assert error < bound, name

@@ -5,15 +5,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePath
-from urllib.parse import urlsplit
+from pathlib import Path
 
 from train.errors import UserError
-from train.files import opened, read
 
 BATCH_DOCUMENTS = 256
-CARDS = "README.md", ".huggingface.yaml"  # where a data set may name its files
-NAME_FILES = "data_files", "data_dir"
 SECONDS = 10  # for the first answer of the hub
 EDGE = 1 << 16  # bytes at both ends of a local file that are looked at to recognise it
 
@@ -64,7 +60,7 @@ class Place:
         for path in files:
             size = path.stat().st_size
             digest.update(os.fsencode(f"{path.relative_to(self.folder)}:{size}\n"))
-            with opened(path, "a file of the data set: take it out") as file:
+            with path.open("rb") as file:
                 digest.update(file.read(EDGE))
                 file.seek(max(size - EDGE, 0))
                 digest.update(file.read(EDGE))
@@ -114,46 +110,6 @@ def _explained(dataset: str) -> Iterator[None]:
         ) from error
 
 
-def _check_card(path: Path) -> None:
-    """Check that what a local data set says of its files names none elsewhere: datasets
-    would read it, or ask for it.
-    """
-    import yaml
-    from huggingface_hub.repocard import REGEX_YAML_BLOCK
-
-    if not os.path.lexists(path):
-        return
-    again = "files in its folder alone: mend it, or take it out"
-    text = read(path, again).decode(errors="replace")
-    if path.suffix == ".md":
-        block = REGEX_YAML_BLOCK.search(text)
-        text = block[2] if block else ""
-    try:
-        waiting, passed = [(False, yaml.compose(text, yaml.SafeLoader))], set()
-        while waiting:
-            names_files, node = waiting.pop()
-            if (names_files, id(node)) in passed:  # an alias
-                continue
-            passed.add((names_files, id(node)))
-            if isinstance(node, yaml.MappingNode):
-                for key, value in node.value:
-                    waiting.append((names_files or key.value in NAME_FILES, value))
-            elif isinstance(node, yaml.SequenceNode):
-                waiting += [(names_files, value) for value in node.value]
-            elif names_files and node is not None and _leads_away(node.value):
-                raise UserError(f"got {path} with {node.value!r:.80}, expected {again}")
-    except (yaml.YAMLError, RecursionError) as error:
-        why = type(error).__name__
-        raise UserError(
-            f"got a {path} that does not read ({why}), expected {again}"
-        ) from error
-
-
-def _leads_away(pattern: str) -> bool:
-    scheme = "::" in pattern or bool(urlsplit(pattern).scheme)
-    return scheme or pattern[:1] in ("/", "~") or ".." in PurePath(pattern).parts
-
-
 class Corpus:
     """A data set's documents in its order; ``revision``: the commit, None: a folder."""
 
@@ -162,9 +118,6 @@ class Corpus:
 
         datasets.disable_progress_bars()
         self._name = place.dataset
-        if place.is_local:
-            for name in CARDS:
-                _check_card(place.folder / name)
         with _explained(self._name):
             path = str(place.folder) if place.is_local else place.dataset
             part = dict(name=place.subset, revision=revision, split="train")

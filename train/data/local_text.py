@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from train.data.source import FILES, HELD_OUT, VAL_FILES, VAL_FRACTION, Source
 from train.data.token_files import read_content
 from train.data.tokenizers import Tokenizer
 from train.data.tokens import SPLITS, Meta
-from train.errors import UserError, advice, shown
-from train.files import LONG_TEXT, MADE, opened, replacing
+from train.errors import UserError
+from train.files import MADE, opened, replacing
 
 NOT_SOURCE = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
 TEXT = {".py", ".pyi", ".md", ".rst", ".txt"}
@@ -101,13 +100,8 @@ def standard_library() -> list[Path]:
 def read(path: Path) -> str:
     """Return what a text file says."""
     try:
-        raw = opened(path, "a text: name another", LONG_TEXT)
-        with TextIOWrapper(raw, encoding="utf-8") as file:
-            return file.read()
-    except OSError as error:
-        raise UserError(
-            f"got {path}: {error.strerror}, expected {advice(error)}"
-        ) from error
+        with opened(path, "a text: name another") as file:
+            return file.read().decode()
     except UnicodeDecodeError as error:
         raise UserError(
             f"got {path}: {error}, expected UTF-8 text: convert it or leave it out"
@@ -154,7 +148,7 @@ class LocalFiles(Source):
         if self._left_out:
             json = f"; {JSON_LINES}" if JSON & set(self._left_out) else ""
             ours = f"text ends in {' '.join(sorted(TEXT))}, outside folders of tests"
-            print(shown(f"left out: {_listed(self._left_out)}: {ours}{json}"))
+            print(f"left out: {_listed(self._left_out)}: {ours}{json}")
         bar = tqdm(self._files, desc="tokenize", unit="file", disable=None)
         pieces = (piece for path in bar for piece in self._split(path, read(path)))
         batches = ((split, [text]) for split, text in pieces if text)

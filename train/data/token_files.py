@@ -9,7 +9,7 @@ from typing import Annotated
 import numpy as np
 
 from train.errors import UserError
-from train.files import Limits, file_size, opened, replacing
+from train.files import Limits, opened, replacing
 
 Count = Annotated[int, Limits(ge=0, lt=2**63)]  # as meta.json may give it
 Sha256 = Annotated[str, Limits(pattern="^[0-9a-f]{64}$")]
@@ -134,4 +134,4 @@ def _mapped(path: Path, offset: int) -> np.ndarray:
 def _size(path: Path) -> int:
     if not path.is_file():
         raise UserError(f"got no {path}, expected {COPY}")
-    return file_size(path, COPY)
+    return path.stat().st_size

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from train.errors import UserError
-from train.files import read
 
 if TYPE_CHECKING:
     import tiktoken
@@ -106,7 +105,7 @@ class BPE1024(BytePairs):
         import tiktoken
         from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's words
 
-        pieces = read(BPE1024_RANKS, "the file of this package").split()
+        pieces = BPE1024_RANKS.read_bytes().split()
         ranks = {base64.b64decode(piece): i for i, piece in enumerate(pieces)}
         self._encoding = tiktoken.Encoding(
             self.name, pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={}

@@ -15,7 +15,7 @@ from train.data.token_files import Split, Stream, open_shard, read_content
 from train.data.tokenizers import GPT2, Tokenizer
 from train.data.tokens import SPLITS, Meta
 from train.errors import UserError
-from train.files import MADE, growing, sync
+from train.files import MADE, sync
 
 OPENWEBTEXT = "Skylion007/openwebtext"
 # the hub's own conversion of it to parquet: the data set itself is a script, which
@@ -207,7 +207,7 @@ def gather(stream: Stream, ends: np.ndarray, order: np.ndarray, path: Path) -> N
     lengths = (ends - starts)[order]
     slabs = [slice(at, at + SLAB) for at in range(0, len(order), SLAB)]
     after = np.cumsum([0, *(int(lengths[slab].sum()) for slab in slabs)]) * 2
-    with growing(path) as file:
+    with path.open("ab") as file:
         done = int(np.searchsorted(after, file.tell(), side="right")) - 1
         file.truncate(int(after[done]))
         file.seek(0, 2)

@@ -1,6 +1,6 @@
-"""How a run ends before its last step: told by a signal, by a failure here or on
-another rank, or because its launcher is gone. One line each, and the exit codes that
-schedulers know.
+"""How a run ends before its last step: by a signal, by a failure here or on another
+rank, or because its launcher is gone. One line each, and the exit codes that schedulers
+know.
 """
 
 import logging
@@ -19,21 +19,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from train.engine.ranks import SharedError
-from train.errors import (
-    UNREAD,
-    UserError,
-    advice,
-    is_full,
-    is_unread,
-    say,
-    shared_store,
-)
-from train.files import remove
+from train.errors import UserError, is_full, say
 from train.runs.checkpoints import instead, last_step, steps
 from train.runs.safe_dcp import UnreadableCheckpoint
 
-FAILED, UNUSABLE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
-PATIENCE = 5.0  # seconds in which other ranks say why they end
+FAILED, UNUSABLE = 1, 2
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+PATIENCE = 5.0  # seconds in which the rank that failed says why
 ONE_PRESS = 1.0  # seconds in which two signals are one Ctrl-C, torchrun's and ours
 ORPHAN_PATIENCE = 600.0  # seconds in which a rank without a launcher may still save
 # what a collective says when another rank has gone
@@ -53,17 +45,19 @@ class LossNotFinite(UserError):
 
 
 class Signals:
-    """What this process was told by signals.
+    """The first signal that this process was sent.
 
-    Ctrl-C, and SIGTERM, which schedulers send some time before SIGKILL, end it after
-    the next step, with a checkpoint; before the first, and by a second Ctrl-C, at once.
+    Ctrl-C, SIGTERM, which schedulers send some time before SIGKILL, and SIGHUP, which a
+    closed terminal sends, end it after the next step, with a checkpoint; before the
+    first step, and by a second Ctrl-C, at once.
     """
 
     def __init__(self) -> None:
         self.told: signal.Signals | None = None
         self.in_steps, self._first = False, 0.0
-        signal.signal(signal.SIGINT, self._handle)
-        signal.signal(signal.SIGTERM, self._handle)
+        for number in NAMES:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, self._handle)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             launcher = os.getppid()
             threading.Thread(target=self._outlive, args=[launcher], daemon=True).start()
@@ -130,28 +124,25 @@ def end(
         step: at which it ended, 0 = before the first.
         began: whether this process has taken a step.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in NAMES:
         signal.signal(number, signal.SIG_IGN)
-    folder, by_key = Path(config.dump_folder), told == signal.SIGINT
-    if error is None or by_key or isinstance(error, KeyboardInterrupt):
-        code, name = (INTERRUPTED, "Ctrl-C") if by_key else (TERMINATED, "SIGTERM")
-        line = f"stopped by {name} at step {step}: {goes_on(folder)}"
-    elif is_unread(error):
-        code = UNREAD
-        line = (
-            f"stopped at step {step}, as nobody reads its standard output any more: "
-            f"{goes_on(folder)}"
-        )
+    folder = Path(config.dump_folder)
+    if error is None or isinstance(error, KeyboardInterrupt) or told == signal.SIGINT:
+        number = told or signal.SIGTERM  # told None: another rank was sent one
+        code = 128 + number
+        line = f"stopped by {NAMES[number]} at step {step}: {goes_on(folder)}"
     else:
         log.info("the run has failed", exc_info=error)
         code = FAILED if began or not isinstance(error, UserError) else UNUSABLE
-        line = _failure(error, config, folder, step, began)
+        line = f"error: {_failure(error, config, folder, step, began)}"
+        if _by_others(error):
+            time.sleep(PATIENCE)
     log.info(line)
     say(line)
     if told_launcher := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchtitan's, of which torchrun would print all 60 lines
         with suppress(OSError):
-            remove(Path(told_launcher))
+            Path(told_launcher).unlink(missing_ok=True)
     logging.shutdown()
     with suppress(OSError):  # nobody may be there to read it
         sys.stdout.flush()
@@ -160,10 +151,13 @@ def end(
 
 
 def _failure(error: BaseException, config, folder: Path, step: int, began: bool) -> str:
-    rank = int(os.environ["RANK"])
     if isinstance(error, SharedError):
-        return f"error: {error}"
-    line = f"error: {_ask_others(_reason(error, folder), _by_others(error), rank)}"
+        return str(error)
+    rank, world = os.environ["RANK"], int(os.environ["WORLD_SIZE"])
+    reason = _reason(error, folder)
+    line = f"rank {rank}: {reason}" if world > 1 else reason
+    if _by_others(error):
+        line = f"another rank than {rank} is gone or stopped (killed? out of memory?)"
     if isinstance(error, UnreadableCheckpoint) and last_step(folder):
         return f"{line}. {instead(folder, config.model_spec.model.shape)}"
     if isinstance(error, LossNotFinite):
@@ -194,18 +188,10 @@ def restart(folder: Path, last_finite: int) -> str:
 
 
 def goes_on(folder: Path) -> str:
-    try:
-        done = last_step(folder)
-    except OSError as error:  # its disk, or file system, has gone
-        return f"the checkpoints cannot be read: expected {advice(error)}"
+    """Say what the same command would do."""
+    done = last_step(folder)
     if not folder.exists():
         return "with the folder back the same command resumes, else it starts anew"
-    files = [*(folder / "checkpoint" / f"step-{done}").glob("*.distcp")]
-    if done and not (files and all(path.is_file() for path in files)):
-        return (
-            f"the checkpoint of step {done} has lost files: move step-{done} away, and "
-            "the same command resumes from the checkpoint before it"
-        )
     if done == 0:
         return "there is no checkpoint yet, so the same command starts anew"
     return f"the same command resumes after step {done}"
@@ -220,14 +206,12 @@ def _reason(error: BaseException, folder: Path) -> str:
         return f"no space is left on the disk of {folder}: make some"
     if isinstance(error, UserError):
         return str(error)
-    if isinstance(error, OSError):
-        return f"got {error}, expected {advice(error)}"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the error behind DCP's, which wraps what it was on each rank."""
+    """Return the error behind DCP's, which wraps those of the ranks."""
     if isinstance(error, CheckpointException):
         return next(iter(error.failures.values()))[0]
     return error
@@ -236,30 +220,8 @@ def _cause(error: BaseException) -> BaseException:
 def _by_others(error: BaseException) -> bool:
     """Whether a collective failed, as it does when another rank has gone."""
     said = str(error)
-    return isinstance(error, RuntimeError) and any(word in said for word in BY_OTHERS)
-
-
-def _ask_others(why: str, by_others: bool, rank: int) -> str:
-    """Return why the run has failed as all ranks know it."""
-    world = int(os.environ["WORLD_SIZE"])
-    if world == 1:
-        return why
-    keys = [f"end/{r}" for r in range(world)]
-    try:
-        store = shared_store(PATIENCE)
-        store.set(keys[rank], "" if by_others else why)
-        until = time.monotonic() + PATIENCE
-        while time.monotonic() < until and not store.check(keys):
-            time.sleep(0.1)
-        heard = [r for r in range(world) if store.check([keys[r]])]
-        reasons = {r: store.get(keys[r]).decode() for r in heard}
-    except (RuntimeError, OSError):  # rank 0 keeps the store, where torchrun does not
-        return f"rank 0 does not answer ({why})"
-    causes = [f"rank {r}: {reason}" for r, reason in reasons.items() if reason]
-    lost = [str(r) for r in range(world) if r not in reasons]
-    if causes:
-        why = causes[0]
-    elif lost:
-        name = "rank" if len(lost) == 1 else "ranks"
-        why = f"{name} {', '.join(lost)} gone or stopped (killed? out of memory?)"
-    return why
+    return (
+        os.environ["WORLD_SIZE"] != "1"
+        and isinstance(error, RuntimeError)
+        and any(word in said for word in BY_OTHERS)
+    )

@@ -14,8 +14,8 @@ from io import StringIO
 from pathlib import Path
 
 from train.engine import recipes
-from train.errors import UserError, environment_count, shared_store, shown, tell
-from train.files import check_folder, check_links, growing, hold
+from train.errors import UserError, tell
+from train.files import check_folder, hold
 
 # torchtitan says these on every machine without a GPU, or for every run of ours
 NOISE = (
@@ -96,40 +96,23 @@ def announce(config, world: int) -> None:
 
 
 def standalone() -> tuple[int, int]:
-    """Return this process's rank, and of how many: the only one, where torchrun has
-    not said otherwise.
+    """Return this process's rank, and of how many: the only one, unless a launcher has
+    said otherwise.
     """
-    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if "RANK" in os.environ:
-        rank, world = environment_count("RANK", 0), environment_count("WORLD_SIZE", 1)
-        local = environment_count("LOCAL_RANK", 0, 0)
-        local_world = environment_count("LOCAL_WORLD_SIZE", 1, world)
-        environment_count("MASTER_PORT", 0)
-        if rank >= world or local >= local_world:
-            raise UserError(
-                f"got RANK={rank} of WORLD_SIZE={world}, LOCAL_RANK={local} of "
-                f"LOCAL_WORLD_SIZE={local_world} in the environment, expected ranks "
-                "below these: start with torchrun, or unset them"
-            )
-        try:
-            if by_torchrun:
-                shared_store().check(["said"])
-        except (RuntimeError, OSError, KeyError, ValueError) as error:
-            raise UserError(
-                "got TORCHELASTIC_USE_AGENT_STORE=True where no torchrun answers at "
-                "MASTER_ADDR and MASTER_PORT, expected the environment of torchrun: "
-                "start with it, or unset RANK and TORCHELASTIC_USE_AGENT_STORE"
-            ) from error
-        return rank, world
-    if by_torchrun:
+    if "RANK" not in os.environ:
+        alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        # port 0: torch takes one that is free
+        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    try:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if not 0 <= rank < world:
+            raise ValueError(f"rank {rank} of {world}")
+    except (KeyError, ValueError) as error:
         raise UserError(
-            "got TORCHELASTIC_USE_AGENT_STORE=True without RANK in the environment, "
-            "expected torchrun, which sets both: start with it, or unset the first"
-        )
-    alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    # port 0: torch takes one that is free
-    os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    return 0, 1
+            f"got RANK and WORLD_SIZE in the environment that do not fit ({error}), "
+            "expected torchrun's: start with torchrun, or unset RANK"
+        ) from error
+    return rank, world
 
 
 def console(rank: int) -> None:
@@ -143,7 +126,6 @@ def console(rank: int) -> None:
     handler: logging.Handler = logging.NullHandler()
     if rank == 0:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(_Shown())
         handler.setLevel(logging.WARNING)
         handler.addFilter(_is_for_the_console)
     root.addHandler(handler)
@@ -155,13 +137,6 @@ def console(rank: int) -> None:
         warnings.simplefilter("ignore")  # rank 0 says it
 
 
-class _Shown(logging.Formatter):
-    """Messages, with what would steer a terminal written out."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return shown(super().format(record))
-
-
 def _is_for_the_console(record: logging.LogRecord) -> bool:
     """Tracebacks, which DCP logs too, stand in the files alone."""
     said = record.getMessage()
@@ -171,7 +146,7 @@ def _is_for_the_console(record: logging.LogRecord) -> bool:
 def log_to(path: Path) -> None:
     """Write everything that torchtitan logs to a file."""
     line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    handler = logging.StreamHandler(growing(path, "a"))
+    handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter(line))
     logging.getLogger().addHandler(handler)
 
@@ -203,9 +178,6 @@ def take_folder(config) -> None:
     if rank == 0:
         # until the process ends; ranks whose launcher was killed may still save
         hold(folder, "--dump-folder", patience=15)
-    check_links(
-        folder, "none in the folder of a run: move it away, or make it a folder"
-    )
     claim(config)
     check_own(folder, config.model_spec.model.shape)
     log_to(folder / f"rank{rank}.log")

@@ -1,5 +1,5 @@
 """The options of a configuration: a line of help for each that this application takes,
-and what somebody may have meant who gave one that there is not.
+and the options of a similar name for a word that is no option.
 """
 
 import ast
@@ -8,7 +8,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -29,8 +29,6 @@ CHOICE = "activation_checkpoint"
 SECTIONS = ("", "dataloader", "tokenizer", "optimizer", "lr_scheduler", "training",
             "loss", "validator", "checkpoint", "metrics", "compile")  # fmt: skip
 COLUMN, WIDTH = 44, 88
-# of 2, for a name that is proposed in place of another; of 1, for a word in its text
-LIKELY, DESCRIBED = 0.75, 0.8
 
 
 @dataclass(frozen=True)
@@ -183,20 +181,10 @@ def check_known(config, given: Sequence[str]) -> None:
 
 
 def _nearest(word: str, every: Sequence[Option]) -> str:
-    """Say what may have been meant: names that look alike, and those whose name or
-    description has the same words.
-    """
-    last = set(re.findall("[a-z0-9]+", word.rpartition(".")[2].lower()))
-
-    def likeness(option: Option) -> float:
-        name, said = option.flag.rpartition(".")[2], option.about.lower().split()
-        same = [part in name or (part in said) * DESCRIBED for part in last]
-        alike = SequenceMatcher(None, word, option.flag).ratio()
-        return alike + sum(same) / max(1, len(last))
-
-    ranked = sorted(every, key=likeness, reverse=True)[:3]
-    likely = [option.flag for option in ranked if likeness(option) >= LIKELY]
+    """Say what may have been meant: options of the same or a similar name."""
+    flags, name = [option.flag for option in every], word.lstrip("-")
+    likely = [flag for flag in flags if flag.endswith(f".{name}")]
+    likely += get_close_matches(word, flags, 3)
     if not likely:
         return "one of those that --help lists"
-    meant = f"{', '.join(likely[:-1])} or {likely[-1]}" if likely[1:] else likely[0]
-    return f"another: did you mean {meant}? --help lists them all"
+    return f"another: did you mean {' or '.join(likely)}? --help lists them all"

@@ -26,7 +26,7 @@ from train.engine.titan import (
     MetricsProcessor,
     TensorBoardLogger,
 )
-from train.files import growing, opened, write
+from train.files import write
 from train.runs.checkpoints import last_step
 from train.runs.summary import PER_BYTE
 
@@ -68,14 +68,12 @@ class Lines(BaseLogger):
 
     def __init__(self, path: Path, done: int) -> None:
         if path.exists():
-            expected = "the lines that an earlier call wrote: move it away"
-            with opened(path, expected) as file:
-                before = file.read()
+            before = path.read_bytes()
             rows = [row for row in before.splitlines() if _is_by(row, done)]
             kept = b"".join(row + b"\n" for row in rows)
             if kept != before:
                 write(path, kept)
-        self._file = growing(path, "a")
+        self._file = path.open("a")  # noqa: SIM115  (until it is closed)
 
     def log(self, metrics: dict, step: int) -> None:
         row = {

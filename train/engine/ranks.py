@@ -15,7 +15,7 @@ from train.data.tokens import SPLITS
 from train.engine.resolve import FOLLOW
 from train.engine.titan import dist_utils
 from train.errors import UserError
-from train.files import remove, write_json
+from train.files import write_json
 from train.runs.settings import data_checksums, data_folders
 
 T = TypeVar("T")
@@ -27,7 +27,6 @@ FREE = (
     "validator.dataloader.dataset_path", "profiler.",
 )  # fmt: skip
 FIRST = ("recipe", "data.train", "data.val")  # of an error
-MOST = 3  # differences, and ranks, that an error names
 
 
 class SharedError(UserError):
@@ -64,11 +63,11 @@ def compare(config, group: dist.ProcessGroup | None = None) -> None:
         seen = _gather((folder / names[0]).exists(), group)
     finally:
         if rank == 0:
-            remove(witness)
+            witness.unlink(missing_ok=True)
     blind = [r for r, sees in enumerate(seen) if not sees]
     if blind:
         raise SharedError(
-            f"got --dump-folder {places[blind[0]]['run']} on {_named(blind)}, where a "
+            f"got --dump-folder {places[blind[0]]['run']} on rank {blind[0]}, where a "
             f"file is missing that rank 0 wrote into {places[0]['run']}, expected one "
             "folder: give all ranks the same --dump-folder, on a disk that all of them "
             "see"
@@ -78,38 +77,24 @@ def compare(config, group: dist.ProcessGroup | None = None) -> None:
 def _check_values(
     values: Sequence[dict[str, Any]], places: Sequence[dict[str, str]]
 ) -> None:
-    differing = [r for r, value in enumerate(values) if value != values[0]]
-    if not differing:
-        return
-    rank = differing[0]
+    rank = next((r for r, value in enumerate(values) if value != values[0]), 0)
     first, other = values[0], values[rank]
     keys = sorted(k for k in first | other if first.get(k) != other.get(k))
-    keys.sort(key=lambda key: key not in FIRST)
+    if not keys:
+        return
 
     def shown(key: str, at: int) -> str:
         """Return a value, and where it lies if it is a checksum."""
-        value = values[at].get(key)
-        return (
-            f"{value!r:.60} ({places[at][key]})" if key in places[at] else repr(value)
-        )
+        place = f" ({places[at][key]})" if key in places[at] else ""
+        return f"{values[at].get(key)!r:.60}{place}"
 
-    parts = [
-        f"{key}={shown(key, rank)} where rank 0 has {shown(key, 0)}"
-        for key in keys[:MOST]
-    ]
-    more = " and more" if len(keys) > MOST else ""
-    alike = [r for r in differing if values[r] == other]
+    key = next((key for key in FIRST if key in keys), keys[0])
+    more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
     raise SharedError(
-        f"got on {_named(alike)} {'; '.join(parts)}{more}, expected the same on all "
-        "ranks: start every rank with the same command and data"
+        f"got on rank {rank} {key}={shown(key, rank)} where rank 0 has "
+        f"{shown(key, 0)}{more}, expected the same on all ranks: start every rank with "
+        "the same command and data"
     )
-
-
-def _named(ranks: Sequence[int]) -> str:
-    """Return "rank 1", "ranks 1, 2", "ranks 1, 2, 3 and 4 more"."""
-    named = ", ".join(map(str, ranks[:MOST]))
-    more = f" and {len(ranks) - MOST} more" if len(ranks) > MOST else ""
-    return f"rank{'s' * (len(ranks) > 1)} {named}{more}"
 
 
 def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from marsopt import REGISTRY, NewtonSchulz, mars
+from marsopt import NewtonSchulz, mars
 from marsopt.rules import checks
 from train.data.batches import Batches
 from train.data.tokens import open_tokens
@@ -22,13 +22,12 @@ POSITIVE = (
     "comm.init_timeout_seconds", "comm.train_timeout_seconds",
     "parallelism.data_parallel_replicate_degree",
 )  # fmt: skip
-MOST_SAMPLES = 4096  # of a local batch that an error proposes
 NOT_NEGATIVE = (
     "lr_scheduler.warmup_steps", "debug.seed", "comm.trace_buf_size",
     "metrics.statistics_freq",
 )  # fmt: skip
+MOST_LOCAL = 4096  # the largest local batch that an error proposes
 LARGEST = 2**31 - 1  # of whole numbers: what the libraries below count with
-MOST_PASSES = 65_536  # of a step on each rank: the published recipes have at most 60
 # options that torchtitan has and this application does not use, with their one value
 UNUSED = {
     "dataloader.dataset": "", "dataloader.split": "train", "dataloader.infinite": True,
@@ -77,9 +76,7 @@ def resolve(config, world: int) -> None:
         (_check_decay, {"training", "lr_scheduler"}),
         (_check_rule, {"optimizer"}),
         (_check_floor, {"lr_scheduler"}),
-        (_check_correction, {"optimizer"}),
         (_check_data, {"training", "debug", "dataloader", "validator"}),
-        (_check_profiler, {"profiler"}),
         (_fill_in, {"training"}),
     ):
         if broken & sections:  # it could not be understood
@@ -105,6 +102,13 @@ def _ranges(config) -> Iterator[tuple[str, str]]:
         value = attrgetter(path)(config)
         if value is None or not low <= value < high:
             yield path, f"got {path}={value}, expected {expected}: change it"
+    total = config.lr_scheduler.total_steps
+    if total is not None and total < 1:  # 0 would count as unset
+        yield (
+            "lr_scheduler.total_steps",
+            f"got lr_scheduler.total_steps={total}, expected 1 or more: leave it out "
+            "for training.steps",
+        )
     if not config.dump_folder.strip():
         yield (
             "dump_folder",
@@ -143,33 +147,19 @@ def _check_batches(config, world: int) -> None:
     if t.global_batch_size < 0:
         t.global_batch_size = per_pass
     if t.global_batch_size % per_pass or t.global_batch_size == 0:
-        ranks = counted(world, "rank")
         raise UserError(
-            f"got training.global_batch_size={t.global_batch_size} with {ranks} of "
-            f"local_batch_size={t.local_batch_size}, expected a multiple of "
-            f"{per_pass} (ranks x local batch x micro-steps): "
+            f"got training.global_batch_size={t.global_batch_size} with "
+            f"{counted(world, 'rank')} of local_batch_size={t.local_batch_size}, "
+            f"expected a multiple of {per_pass} (ranks x local batch x micro-steps): "
             + _what_divides(t.global_batch_size, world)
-        )
-    if t.global_batch_size > MOST_PASSES * per_pass:
-        raise UserError(
-            f"got training.global_batch_size={t.global_batch_size}, expected at most "
-            f"{MOST_PASSES:,} micro-steps of {counted(per_pass, 'sample')}, so that a "
-            "step has an end: lower it, or raise --training.local-batch-size"
         )
 
 
 def _what_divides(global_batch: int, world: int) -> str:
-    """Say what to change where the global batch is not made of whole passes."""
     each, rest = divmod(global_batch, world)
-    if rest or not each:
-        by_distance = (n for d in range(world) for n in (world - d, world + d))
-        near = next((n for n in by_distance if global_batch % n == 0 < global_batch), 1)
-        return (
-            f"{counted(world, 'rank')} cannot share {counted(global_batch, 'sample')} "
-            f"equally; start {near}, "
-            f"or set --training.global-batch-size to a multiple of {world}"
-        )
-    fit = [str(n) for n in range(1, min(each, MOST_SAMPLES) + 1) if each % n == 0]
+    fit = [str(n) for n in range(1, min(each, MOST_LOCAL) + 1) if each % n == 0]
+    if rest or not fit:
+        return f"start a number of processes that divides {global_batch}, or change it"
     return f"set --training.local-batch-size to one of {', '.join(fit)}"
 
 
@@ -195,9 +185,7 @@ def _check_decay(config, world: int) -> None:
                 f"lr_scheduler.kind={rates.kind}, expected None: it belongs to wsd"
             )
         return
-    ratio, longest = rates.decay_ratio, total - rates.warmup_steps
-    if longest <= 0:  # that is said of the warm-up
-        return
+    ratio, longest = rates.decay_ratio, max(total - rates.warmup_steps, 1)
     finite = ratio is None or math.isfinite(ratio)
     if not (finite and 1 <= rates.decay_steps(total) <= longest):
         raise UserError(
@@ -227,16 +215,6 @@ def _check_floor(config, world: int) -> None:
         )
 
 
-def _check_correction(config, world: int) -> None:
-    opt = config.optimizer
-    rule = REGISTRY.get(opt.mars_type)
-    if opt.correction == "exact" and rule is not None and not rule.is_mars:
-        raise UserError(
-            f"got optimizer.correction=exact with {opt.mars_type}, expected a MARS "
-            "type: baselines correct nothing"
-        )
-
-
 def _check_data(config, world: int) -> None:
     vocab_size, t = config.model_spec.model.shape.vocab_size, config.training
     held_out = config.validator.dataloader
@@ -263,14 +241,6 @@ def _check_data(config, world: int) -> None:
             f"give --tokenizer.name {tokenizers[0]}, or other data"
         )
     _check_samples(config, world, batches.num_windows)
-
-
-def _check_profiler(config, world: int) -> None:
-    if config.profiler.enable_memory_snapshot and not torch.cuda.is_available():
-        raise UserError(
-            "got profiler.enable_memory_snapshot=True without a GPU, expected False: "
-            "torch records a GPU's memory alone; leave it out"
-        )
 
 
 def _check_samples(config, world: int, held_out: int) -> None:

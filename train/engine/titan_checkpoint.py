@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from train.engine.titan import MODEL, TRAIN_STATE, CheckpointManager
 from train.errors import UserError
-from train.files import is_linked, remove
 from train.runs import checksums
 from train.runs.checkpoints import complete_steps, step_folders
 from train.runs.safe_dcp import load
@@ -67,12 +66,6 @@ class RunCheckpoints(CheckpointManager):
         return self.ending or super()._should_save(curr_step, last_step)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        if self._should_save(curr_step, last_step):
-            # DCP writes through links that lie where it writes
-            path = Path(self._create_checkpoint_id(curr_step))
-            for name in (".metadata.tmp", f"__{dist.get_rank()}_*.distcp"):
-                for file in filter(is_linked, path.glob(name)):
-                    remove(file)
         # at the end nothing is left to overlap with
         saved = super()._save(curr_step, last_step or self.ending)
         if saved and dist.get_rank() == 0:

@@ -10,6 +10,7 @@ import torch
 
 from marsopt import MARS, REGISTRY
 from marsopt.functional.routing import of_adamw
+from marsopt.optim.groups import kinds_of, values_of
 from marsopt.rules.registry import named
 from train.engine.schedule import cosine, linear, wsd
 from train.engine.titan import (
@@ -192,11 +193,14 @@ class MarsOptimizers(MarsOptimizersContainer):
             group["gamma"] = factor * gamma
 
     def rates(self) -> dict[str, float]:
-        """Return the learning rate of each group, by its name or its number."""
+        """Return the learning rate of each group, by its name or its number: of its
+        matrices, if it has some.
+        """
         groups, found = self.mars.param_groups, {}
         names = self._names if len(self._names) == len(groups) else [None] * len(groups)
         for i, (name, group) in enumerate(zip(names, groups, strict=True)):
-            found[name or f"group{i}"] = float(group["lr"] * group["lr_ratio"])
+            values = values_of(group, is_matrix=any(kinds_of(group)))
+            found[name or f"group{i}"] = float(values["lr"] * values["lr_ratio"])
         return found
 
     @property

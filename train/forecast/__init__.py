@@ -1,14 +1,8 @@
-"""What a sharded step will send, compute, hold and take, before any process is started.
-
-Memory and messages are recorded: the step itself runs on tensors without memory, as one
-rank among many that are not there. FLOPs are counted, activations are a formula, and
-times are a model (docs/scaling.md). Nothing that trains imports this room.
+"""The bytes that a sharded step keeps and sends, and the FLOPs of owners, before any
+process is started. Nothing that trains imports this room.
 """
 
-from train.forecast.activations import Blocks, MicroBatch
 from train.forecast.models import Job
-from train.forecast.step import Forecast, Hardware, forecast, sweep
+from train.forecast.step import Forecast, forecast
 
-__all__ = [
-    "Blocks", "Forecast", "Hardware", "Job", "MicroBatch", "forecast", "sweep"
-]  # fmt: skip
+__all__ = ["Forecast", "Job", "forecast"]

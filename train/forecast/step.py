@@ -1,150 +1,135 @@
-"""What a step of one job takes on many ranks: memory and messages as recorded on the
-ranks that have most, bytes and FLOPs of every owner as planned, and times by a model.
-"""
+"""The bytes that ranks of FSDP2 or HSDP keep and send in a step, and their FLOPs."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from marsopt.parallel.planner import Cost, Machine, Matrix, Plan, cost, plan
+import torch
+from torch import Tensor
+
+import marsopt
+from marsopt import Algorithm, Rule
+from marsopt.parallel.layout import Matrix
+from marsopt.parallel.planner import Members, plan
+from marsopt.rules.preconditioner import MatrixCost
 from train.forecast.models import Job
-from train.forecast.record import Memory, record
 
-
-@dataclass(frozen=True)
-class Hardware:
-    """What the times assume."""
-
-    machine: Machine = Machine()  # links and Newton-Schulz rates
-    memory: float = 3e12  # bytes a second that one rank reads and writes
-    utilization: float = 0.4  # of machine.flops, by forward and backward
-
-    @classmethod
-    def of(cls, link_gbps: float, tflops: float, memory_gbs: float) -> Hardware:
-        """Return that of a rank: Gbit/s, bf16 matmul rate (an eighth of it in float32),
-        GB/s.
-        """
-        flops = tflops * 1e12
-        machine = Machine(link=link_gbps / 8 * 1e9, flops=flops, flops_fp32=flops / 8)
-        return cls(machine=machine, memory=memory_gbs * 1e9)
+FLOAT32 = 4  # bytes
+OF_ADAMW = ("amsgrad", "state_dtype")  # options that change AdamW's state
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of one step on the slowest rank."""
+    """One step of the optimizer, with all tensors in float32.
 
-    plan: Plan
-    cost: Cost
-    memory: Memory  # the most that any rank holds
-    moved_bytes: int  # by elementwise passes
-    sent_bytes: float  # by the optimizer, in the mean over the ranks
-    most_sent_bytes: float  # by the rank that sends most: an owner
-    collectives: Mapping[str, int]  # of the optimizer, by kind
-    optimizer_seconds: float
-    training_seconds: float
+    Args:
+        parameters: bytes on the rank that has most; gradients take as many.
+        state: bytes that the optimizer keeps on the rank that has most.
+        sent: bytes of matrices that a rank sends, mean over the ranks.
+        most_sent: the same of the rank that sends most.
+        flops: of Newton-Schulz, or of SOAP, on each rank.
+    """
 
-    @property
-    def seconds(self) -> float:
-        """Return those of the whole step."""
-        return self.optimizer_seconds + self.training_seconds
-
-    @property
-    def share(self) -> float:
-        """Return the optimizer's part of the whole step."""
-        return self.optimizer_seconds / self.seconds
+    parameters: int
+    state: int
+    sent: float
+    most_sent: float
+    flops: list[float]
 
 
-def forecast(
-    job: Job, num_ranks: int, *, replicas: int = 1, hardware: Hardware = Hardware()
-) -> Forecast:
+def forecast(job: Job, num_ranks: int, *, replicas: int = 1) -> Forecast:
     """Return the step of ``job`` on ``num_ranks``, shared equally by the replicas.
 
+    Of a matrix of N elements a rank of p sends N s/p to its owner, and the owner sends
+    N s (p - 1)/p back (s: bytes of an element). R replicas that share the work send
+    1/R of it each, and the results among themselves: N s (R - 1)/(R p).
+
     Raises:
-        ValueError: ranks that do not divide among replicas.
-        RuntimeError: this process has a process group.
+        ValueError: ranks that do not divide among the replicas.
     """
     if num_ranks < 1 or replicas < 1 or num_ranks % replicas:
         raise ValueError(
-            f"got {num_ranks} rank{'s' * (num_ranks != 1)} and {replicas} "
-            f"replica{'s' * (replicas != 1)}, expected a positive number of ranks that "
-            "the replicas divide: change one of the two"
+            f"got {num_ranks} ranks and {replicas} replicas, expected a positive "
+            "number of ranks that the replicas divide: change one of the two"
         )
-    p, machine = num_ranks // replicas, hardware.machine
-    matrices = list(job.matrices().values())
-    # without shards every replica iterates by itself
+    p = num_ranks // replicas
+    rule, matrices = _rule(job), job.matrices()
+    state = _state(job, rule)
+    # Without shards every replica iterates by itself.
     shared = replicas if p > 1 else 1
-    chosen = plan(matrices, p, job.cost, replicas=shared, machine=machine)
-    spent = cost(matrices, chosen, job.cost, machine)
-    sizes = (shared, p) if shared > 1 else (p,)
-    # the first rank's shards are largest
-    ranks = sorted({0, *_fullest(matrices, chosen)})
-    found = [record(job, sizes, rank, machine) for rank in ranks]
-    calls = [Counter(kind for kind, _ in one.collectives) for one in found]
-    norms = sum(num for kind, num in found[0].collectives if kind == "all-reduce")
-    moved = found[0].moved_bytes
+    sent, extra = 0.0, [0.0]
+    flops, owned = Counter({0: 0}), Counter({0: 0})
+    if matrices:
+        cost = rule.matrix.matrix_preconditioner.cost.on("cuda")
+        there, back = cost.payload().itemsize, cost.returned().itemsize
+        buckets = planned([*matrices.values()], p * shared, cost)
+        owners = dict[int, int]()
+        for bucket in buckets:
+            for owner, members in enumerate(bucket):
+                owners |= dict.fromkeys(members, owner)
+        extra = [0.0] * (p * shared)
+        flops.update(dict.fromkeys(range(p * shared), 0))
+        for i, (name, matrix) in enumerate(matrices.items()):
+            numel, owner = matrix.rows * matrix.cols, owners[i]
+            flops[owner] += cost.num_flops(matrix.rows, matrix.cols)
+            owned[owner] += state["owner"][name]
+            if p > 1:
+                local = math.prod(matrix.shards(p)[owner % p])
+                sent += (there / shared + back * (shared - 1) / shared) * numel / p
+                extra[owner] += back * (numel - local) - there * local
+    shards = {name: _largest_shard(shape, p) for name, shape in job.shapes.items()}
     return Forecast(
-        plan=chosen,
-        cost=spent,
-        memory=Memory(*map(max, zip(*(one.memory for one in found), strict=True))),
-        moved_bytes=moved,
-        sent_bytes=spent.bytes_sent + norms,
-        most_sent_bytes=spent.bytes_max + norms,
-        collectives={kind: max(own[kind] for own in calls) for kind in CALLED},
-        optimizer_seconds=spent.seconds
-        + norms / machine.link
-        + moved / hardware.memory,
-        training_seconds=_training_seconds(job, num_ranks, p, hardware),
+        parameters=FLOAT32 * sum(shards.values()),
+        state=max(owned.values())
+        + sum(
+            num_bytes * shards[name] // math.prod(job.shapes[name])
+            for name, num_bytes in state["shard"].items()
+        ),
+        sent=sent + sum(extra) / len(extra),
+        most_sent=sent + max(extra),
+        flops=[*flops.values()],
     )
 
 
-def _fullest(matrices: Sequence[Matrix], plan: Plan) -> list[int]:
-    """Return one rank for each of those shares of the owners' work that have most
-    elements: equal shares take equal memory.
-    """
-    shares: dict[int, list[tuple[int, Matrix]]] = {}
-    for i in plan.owned:
-        shares.setdefault(plan.owners[i], []).append((plan.buckets[i], matrices[i]))
-    alike: dict[frozenset[tuple[tuple[int, Matrix], int]], int] = {}
-    for rank in sorted(shares):
-        alike.setdefault(frozenset(Counter(shares[rank]).items()), rank)
-
-    def num_elements(rank: int) -> int:
-        return sum(m.rows * m.cols for _, m in shares[rank])
-
-    return sorted(alike.values(), key=num_elements, reverse=True)[:MOST_SHARES]
+def planned(
+    matrices: Sequence[Matrix], num_owners: int, work: MatrixCost
+) -> list[Members]:
+    """Return the matrices of each owner, bucket by bucket, as a mesh plans them."""
+    sent = work.payload().itemsize / num_owners
+    return plan(work, [m.shape for m in matrices], num_owners, sent)
 
 
-def _training_seconds(
-    job: Job, num_ranks: int, num_shards: int, hardware: Hardware
-) -> float:
-    """Return those of forward and backward, of every gradient that a step wants."""
-    machine = hardware.machine
-    # FSDP2: parameters gathered for forward and for backward, gradients scattered
-    sent = (2 + 2 + 4) * job.num_params * (num_shards - 1) / num_shards
-    compute = job.flops_per_token * job.tokens / num_ranks
-    # communication hides behind computing, or the other way round
-    one = max(sent / machine.link, compute / (machine.flops * hardware.utilization))
-    return job.num_gradients * one
+def _largest_shard(shape: Sequence[int], num_ranks: int) -> int:
+    """Return the elements of the first rank's shard: no other has more."""
+    num_rows, *rest = shape
+    return math.ceil(num_rows / num_ranks) * math.prod(rest)
 
 
-# shares of the owners' work that are recorded: of the large models, there are three
-# or fewer on most numbers of ranks
-MOST_SHARES = 3
-CALLED = ("all-reduce", "all-to-all", "all-gather")
-SWEEP = [2**i for i in range(13)]  # ranks
+def _rule(job: Job) -> Rule:
+    return marsopt.mars(**{**job.options, "mars_type": job.mars_type})
 
 
-def sweep(job: Job, replicas: int, hardware: Hardware) -> list[tuple[int, Forecast]]:
-    """Return forecasts for 1 to 4096 ranks.
-
-    Raises:
-        ValueError: more replicas than that, or fewer than one.
-    """
-    if not 1 <= replicas <= SWEEP[-1]:
-        raise ValueError(
-            f"got {replicas} replicas, expected 1 to {SWEEP[-1]}: change their number"
-        )
-    ranks = [n * replicas for n in SWEEP if n * replicas <= SWEEP[-1]]
-    return [(n, forecast(job, n, replicas=replicas, hardware=hardware)) for n in ranks]
+def _state(job: Job, rule: Rule) -> dict[str, Counter[str]]:
+    """Return the bytes of each parameter's state in its shards, and with its owner."""
+    options = {n: job.options[n] for n in OF_ADAMW if n in job.options}
+    adamw = marsopt.rule("adamw", **options).matrix
+    params: dict[Algorithm, dict[str, Tensor]] = {}
+    for name, shape in job.shapes.items():
+        is_rest = rule.rest is not None and len(shape) != 2
+        algorithm = rule.rest if is_rest else rule.matrix
+        algorithm = adamw if name in job.elementwise else algorithm
+        tensors = params.setdefault(algorithm, {})
+        tensors[name] = torch.empty(tuple(shape), device="meta")
+    num_bytes: dict[str, Counter[str]] = {"shard": Counter(), "owner": Counter()}
+    for algorithm, tensors in params.items():
+        for symbol, buffer in Rule(matrix=algorithm).init(tensors).buffers.items():
+            home = num_bytes[algorithm.kept[symbol].home]
+            home.update({name: x.nbytes for name, x in buffer.items()})
+        if algorithm.h_from == "caller":
+            # The class keeps h, and a copy of the next batch's gradient.
+            both = {name: 2 * x.nbytes for name, x in tensors.items()}
+            num_bytes["shard"].update(both)
+    return num_bytes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from train.errors import UserError
-from train.files import WEIGHTS_HEADER, Limits, opened, read_json, write_json
+from train.files import Limits, read_json, write_json
 from train.gpt2.model import GPT2, Depth, Shape, Size, tensor_sizes
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -179,17 +179,6 @@ def save(model: GPT2, folder: Path, end_of_text: int) -> None:
     (folder / WEIGHTS).chmod((folder / "config.json").stat().st_mode)
 
 
-def _check_header(path: Path) -> None:
-    """Check that a file of safetensors, and the names of its tensors, may be read."""
-    with opened(path, AGAIN) as file:
-        size = int.from_bytes(file.read(8), "little")
-    if size > WEIGHTS_HEADER:
-        raise UserError(
-            f"got {path} with {size:,} bytes of names, expected {WEIGHTS_HEADER:,} at "
-            "most: export or download the folder again"
-        )
-
-
 def load(folder: Path) -> GPT2:
     """Return the model in a Hugging Face folder, in one file or several."""
     from safetensors import SafetensorError
@@ -203,7 +192,6 @@ def load(folder: Path) -> GPT2:
     tensors: list[tuple[str, Tensor]] = []
     try:
         for name in files:
-            _check_header(folder / name)
             tensors += load_file(folder / name).items()
     except (OSError, SafetensorError) as error:
         raise UserError(

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from train.errors import UserError
-from train.files import check_file, file_size, remove, remove_folder
+from train.files import remove_folder
 from train.gpt2 import GPT2, Shape, tensor_sizes
 from train.runs import checksums
 from train.runs.checksums import SUMS
@@ -68,10 +68,9 @@ def checkpoint(folder: Path, step: int | None = None) -> Path:
     step = complete[-1] if step is None else step
     path = folder / "checkpoint" / f"step-{step}"
     if step not in complete:
-        what = f"{path}, {_lacking_index(path)}" if path.exists() else f"--step {step}"
         raise UserError(
-            f"got {what}, expected one of the complete checkpoints {complete} of "
-            f"{folder}: choose one of them"
+            f"got --step {step}, expected one of the complete checkpoints {complete} "
+            f"of {folder}: choose one of them"
         )
     return path
 
@@ -98,7 +97,7 @@ def check(path: Path, shape: Shape, *, whole: bool = False) -> None:
             ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
     for name, end in ends.items():
         file = path / name
-        if not lexists(file) or file_size(file, checksums.COPY) < end:
+        if not file.is_file() or file.stat().st_size < end:
             raise UserError(
                 f"got a checkpoint {path} whose {file.name} is missing or shorter than "
                 "its .metadata says, expected all files: copy it whole, or choose "
@@ -132,27 +131,12 @@ def instead(folder: Path, shape: Shape) -> str:
     return f"Of this run {start}: {aside}, then the same command again"
 
 
-def _lacking_index(path: Path) -> str:
-    """Say of a checkpoint without an index what has become of it."""
-    if lexists(path / SUMS):
-        return (
-            f"which has lost its {INDEX} ({SUMS}, written last, is there: it was "
-            "copied without the files whose names begin with a dot, or half deleted)"
-        )
-    return f"which has no {INDEX}: its saving was cut off"
-
-
 def _read_index(path: Path) -> Metadata:
-    check_file(path / INDEX, checksums.COPY)
-    if not (path / INDEX).exists():
-        if lexists(path / SUMS):
-            raise UserError(
-                f"got {path}, {_lacking_index(path)}, expected all files: copy it "
-                "whole, or choose another checkpoint"
-            )
+    if not (path / INDEX).is_file():
         raise UserError(
             f"got {path} without {INDEX}, expected the folder of a complete "
-            "checkpoint, e.g. runs/NAME/checkpoint/step-N: choose one"
+            "checkpoint, e.g. runs/NAME/checkpoint/step-N: copy it whole, or choose "
+            "another"
         )
     return read_index(path)
 
@@ -160,7 +144,7 @@ def _read_index(path: Path) -> Metadata:
 def delete(path: Path) -> None:
     """Delete a checkpoint so that what a kill leaves of it is whole, or cut off."""
     for part in () if path.is_symlink() else (path / SUMS, path / INDEX):
-        remove(part)
+        part.unlink(missing_ok=True)
     remove_folder(path)
 
 

@@ -10,11 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-from train.errors import UserError, environment_count
-from train.files import read, replacing, sha256
+from train.errors import UserError
+from train.files import replacing, sha256
 
 SUMS = "SHA256SUMS"
-COPY = "a file: copy it again, or choose another checkpoint"
 LINE = re.compile(r"([0-9a-fA-F]{64})  ([^/]+)")
 
 log = logging.getLogger(__name__)
@@ -22,7 +21,7 @@ log = logging.getLogger(__name__)
 
 def _digests(paths: list[Path]) -> list[str]:
     """Hash several files at once, on this process's share of the cores."""
-    ranks = environment_count("LOCAL_WORLD_SIZE", 1, 1)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // ranks)) as pool:
         return list(pool.map(sha256, paths))
 
@@ -45,7 +44,7 @@ def verify(path: Path, names: Iterable[str]) -> None:
     if not os.path.lexists(path / SUMS):
         _say_unchecked(path)
         return
-    text = read(path / SUMS, COPY).decode(errors="replace")
+    text = (path / SUMS).read_text(errors="replace")
     lines = [LINE.fullmatch(line) for line in text.splitlines()]
     expected = {line[2]: line[1].lower() for line in lines if line}
     files = [path / name for name in sorted(names)]

@@ -2,7 +2,6 @@
 
 import json
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +16,6 @@ from train.gpt2 import Shape
 from train.runs.checkpoints import last_step
 
 SETTINGS, FROM = "settings.json", "initial_load_path"
-MIN_LR = "lr_scheduler.min_lr"
 HELD_OUT = "held_out_folder"  # where it lay when the run began; it may be moved
 AGAIN = (
     "the folder of a run, which python -m train --config NAME makes, with all that it "
@@ -141,12 +139,7 @@ def _longer(config, theirs: dict) -> str:
 
 def read(path: Path) -> dict[str, Any]:
     """Return the settings that ``claim`` wrote, to be compared with others."""
-    saved = read_json(path, dict[str, Any], AGAIN)
-    # of a release in which the last learning rate was no share of the peak
-    with suppress(KeyError, TypeError, ArithmeticError):
-        saved[f"{MIN_LR}_factor"] = round(saved[MIN_LR] / saved["optimizer.lr"], 12)
-        del saved[MIN_LR]
-    return saved
+    return read_json(path, dict[str, Any], AGAIN)
 
 
 @dataclass(frozen=True)

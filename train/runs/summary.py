@@ -10,7 +10,7 @@ import numpy as np
 
 from train.data.tokenizers import NATS_PER_BYTE, loss_unit, tokenizer
 from train.errors import UserError, shown, tell
-from train.files import opened, read_json, remove, write, write_json
+from train.files import read_json, write, write_json
 from train.gpt2.inference import generate
 from train.pictures import picture
 from train.runs.checkpoints import last_step, load_model
@@ -33,7 +33,6 @@ def read_scalars(folder: Path) -> dict[str, dict[int, float]]:
 
     stamped: dict[str, dict[int, tuple[float, float]]] = {}
     for file in sorted(folder.rglob("events.out.tfevents.*")):
-        opened(file, "what TensorBoard's writer wrote there: move it away").close()
         events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
         for tag in events.Tags()["scalars"]:
             for e in events.Scalars(tag):
@@ -121,7 +120,7 @@ def _sample(folder: Path) -> None:
     """
     run = describe(folder)
     path = folder / "sample.txt"
-    remove(path)  # of an earlier end of this run
+    path.unlink(missing_ok=True)  # of an earlier end of this run
     options = dict(num_tokens=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=0)
     try:
         coder = tokenizer(run.tokenizer)

@@ -1,4 +1,4 @@
-"""``reset_momentum`` and ``statistics`` under FSDP2."""
+"""``statistics`` under FSDP2."""
 
 from __future__ import annotations
 
@@ -51,33 +51,12 @@ def step(door, optimizer, params, seeds):
         optimizer.step()
 
 
-def local(x):
-    return x.to_local() if hasattr(x, "to_local") else x
-
-
 def trained_by(door, mars_type, num_steps):
     """Parameters, and the optimizer that has taken so many steps over them."""
     params = start(door)
     optimizer = build(door, params, mars_type)
     step(door, optimizer, params, range(num_steps))
     return params, optimizer
-
-
-def reset(rank, world, door):
-    """Whether later steps are those of a new optimizer, bit for bit."""
-    found = {}
-    for mars_type in KINDS:
-        params, optimizer = trained_by(door, mars_type, 3)
-        trained = [p.detach().clone() for p in params.values()]
-        optimizer.reset_momentum()
-        others = {n: nn.Parameter(x) for n, x in zip(params, trained, strict=True)}
-        new = build(door, others, mars_type)
-        step(door, optimizer, params, range(10, 13))
-        step(door, new, others, range(10, 13))
-        found[mars_type] = [
-            torch.equal(local(params[n]), local(others[n])) for n in params
-        ]
-    return found
 
 
 def measured(rank, world, door):
@@ -104,9 +83,3 @@ def test_statistics_are_those_of_one_process():
             for field, of_one in alone[mars_type][0].items():
                 assert values[field] == pytest.approx(of_one, rel=1e-9), field
             assert count == 1, mars_type
-
-
-def test_after_a_reset_ranks_go_on_as_a_new_optimizer():
-    for found in spawn(reset, 2, "FSDP2"):
-        for mars_type, equal in found.items():
-            assert all(equal), (mars_type, equal)

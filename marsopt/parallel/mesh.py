@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.parallel import DistributedDataParallel
 
-from marsopt.parallel.agreement import check_equal, names_in_modules
-from marsopt.parallel.cut import Cut, MatrixSpec, cut_of
-from marsopt.parallel.data_parallel import DataParallel
-from marsopt.parallel.grid import Grid, grid_of, group_over
-from marsopt.parallel.layout_cache import LayoutCache
-from marsopt.parallel.placement import Placement, dim_of, piece_of
-from marsopt.parallel.planner import Machine, Strategy, plan
+from marsopt.parallel.exchange import ShardGroup, all_reduce, group_over
+from marsopt.parallel.layout import (
+    Cut,
+    Grid,
+    MatrixSpec,
+    Placement,
+    cut_of,
+    dim_of,
+    grid_of,
+    piece_of,
+)
+from marsopt.parallel.planner import (
+    Reduction,
+    check_equal,
+    names_in_modules,
+    reductions_of,
+)
 from marsopt.parallel.published import entries, whole_buffers
-from marsopt.parallel.reductions import Reduction, reductions_of
-from marsopt.parallel.shard_group import ShardGroup
-from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.preconditioner import MatrixCost, MatrixOutput
 from marsopt.step.owners import (
     LOCAL,
@@ -48,7 +52,7 @@ class Partition(NamedTuple):
 
     groups: list[tuple[ShardGroup, dict[int, Cut]]]
     local: list[int]  # each matrix is whole on its rank: in a batch, or replicated
-    gathered: list[int]  # by all ranks: cut by several axes or in strides, "replicate"
+    gathered: list[int]  # by all ranks: cut by several axes or in strides
 
 
 class MeshCollectives:
@@ -66,16 +70,6 @@ class MeshCollectives:
     Args:
         mesh: the mesh that shards the parameters. Norms of parameters on another mesh
             are summed over that mesh.
-        strategy: "owner": every matrix goes to an owner. "replicate": every rank
-            gathers every matrix. "auto": as "owner"; but replicas (HSDP) share the
-            owners' work only if the model of time says that this is faster.
-        max_buckets: how many exchanges are in flight at most, so that communication
-            overlaps computation; None: two, or more if a rank sends above 64 MB and its
-            matrices are many.
-        machine: the speeds of links and arithmetic that "auto" assumes.
-
-    Raises:
-        ValueError: an unknown ``strategy``, or ``max_buckets`` below 1.
 
     Example:
         >>> import torch.distributed as dist
@@ -95,21 +89,12 @@ class MeshCollectives:
         >>> dist.destroy_process_group()
     """
 
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        *,
-        strategy: Strategy = "auto",
-        max_buckets: int | None = None,
-        machine: Machine = Machine(),
-    ) -> None:
-        self._options: dict[str, Any] = dict(
-            strategy=strategy, max_buckets=max_buckets, machine=machine
-        )
-        plan([], 1, NewtonSchulz(), **self._options)  # checks
+    def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
-        self._reductions: LayoutCache[list[Reduction]] = LayoutCache()
-        self._partitions: LayoutCache[Partition] = LayoutCache()
+        # plans by the forms of their leaves: no reference to a leaf, not even a weak
+        # one, for modules exchange DTensors by swap_tensors, which refuses these
+        self._reductions: dict[Hashable, list[Reduction]] = {}
+        self._partitions: dict[Hashable, Partition] = {}
 
     def __repr__(self) -> str:
         return f"MeshCollectives({self.mesh})"
@@ -135,7 +120,8 @@ class MeshCollectives:
             )
         # in a step to_local would return the same piece, as one more view, which costs
         # host time tensor by tensor; nothing public returns the piece itself
-        return tensor.to_local() if torch.is_grad_enabled() else tensor._local_tensor
+        piece = tensor.to_local() if torch.is_grad_enabled() else tensor._local_tensor
+        return piece.wait() if isinstance(piece, AsyncCollectiveTensor) else piece
 
     def wrap(self, local: Tensor, like: Tensor) -> Tensor:
         """Return a tensor laid out as ``like``; its piece on this rank is ``local``."""
@@ -151,8 +137,8 @@ class MeshCollectives:
         )
 
     def cuts(self, tensor: Tensor) -> Mapping[int, Tensor]:
-        """Return, for every dim of ``tensor`` that is cut, which of its indices lie
-        here, in the order of the piece.
+        """Return, for every dim of ``tensor`` that is cut, the indices of this rank's
+        piece, in its order.
         """
         if not isinstance(tensor, DTensor):
             return {}
@@ -182,27 +168,20 @@ class MeshCollectives:
             RuntimeError: ranks hold different leaves, which the first call with a list
                 checks.
         """
+        key = tuple(map(_form, leaves))
+        if key not in self._reductions:
+            places = self._places("sum", leaves)
+            found = reductions_of(places, self.mesh.device_type)
+            self._reductions[key] = found
         sums = partial
-        for reduction in self._reductions.of(leaves, (), self._find_reductions):
-            part = sums
-            if reduction.rows is not None:
-                part = sums[reduction.rows]
-            if reduction.contributes is not None:
-                # another rank contributes, but NaN on this rank still propagates
-                silent = torch.where(torch.isfinite(part), 0.0, torch.nan)
-                part = torch.where(reduction.contributes[:, None], part, silent)
-            part = part.contiguous()
-            dist.all_reduce(part, group=reduction.group)
+        for reduction in self._reductions[key]:
+            part = sums if reduction.rows is None else sums[reduction.rows]
+            part = all_reduce(part, reduction.contributes, reduction.group)
             if reduction.rows is None:
                 sums = part
             else:
                 sums = sums.index_copy(0, reduction.rows, part)
         return sums
-
-    def _find_reductions(self, leaves: Sequence[Tensor]) -> list[Reduction]:
-        """Return the all-reduces of ``sum`` for one list of leaves."""
-        places = self._places("sum", leaves)
-        return reductions_of(places, self.mesh.device_type)
 
     # ---- agreement -----------------------------------------------------------------
 
@@ -220,17 +199,16 @@ class MeshCollectives:
     def agree(
         self, values: Mapping[str, object], params: Sequence[tuple[Tensor, str]] = ()
     ) -> None:
-        """Raise unless ``values`` and the options of planning are equal on all ranks of
-        the mesh. Collectives over different lists would hang, or add numbers of
-        different tensors.
+        """Raise unless ``values`` are equal on all ranks of the mesh. Collectives over
+        different lists would hang, or add numbers of different tensors.
 
         Raises:
             RuntimeError: on every rank, if they differ.
         """
-        own = {**self._options, "mesh": tuple(self.mesh.shape)}
-        own |= names_in_modules(params)
+        mesh = {"mesh": tuple(self.mesh.shape)}
         groups = self.mesh.get_all_groups()
-        check_equal({**values, **own}, groups, self.mesh.device_type)
+        values = {**values, **mesh, **names_in_modules(params)}
+        check_equal(values, groups, self.mesh.device_type)
 
     # ---- whole matrices ------------------------------------------------------------
 
@@ -246,11 +224,8 @@ class MeshCollectives:
             for i, cut in cuts.items():
                 matrices = [next(rest) for _ in cut.matrices]
                 out[i] = joined(requests[i], matrices)
-        local = [i for i in partition.local if requests[i].tensor.numel()]
-        wholes = precondition_leaves([requests[i] for i in local])
-        out |= zip(local, wholes, strict=True)
-        for i in partition.local:  # an empty leaf has a piece of another shape
-            out.setdefault(i, requests[i].empty_output)
+        wholes = precondition_leaves([requests[i] for i in partition.local])
+        out |= zip(partition.local, wholes, strict=True)
         gathered = [requests[i] for i in partition.gathered]
         out |= zip(partition.gathered, self._by_gathering(gathered), strict=True)
         return [out[i] for i in range(len(requests))]
@@ -323,34 +298,33 @@ class MeshCollectives:
 
     def _partition(self, leaves: Sequence[MatrixParam]) -> Partition:
         cost = leaves[0].preconditioner.cost
-        ways = [MatrixSpec(x.matrices, bool(x.preconditioner.owned)) for x in leaves]
-        find = partial(self._find_partition, cost, ways)
-        key = (cost, *_distinct(ways))
-        return self._partitions.of([leaf.tensor for leaf in leaves], key, find)
+        specs = [MatrixSpec(x.matrices, bool(x.preconditioner.owned)) for x in leaves]
+        tensors = [leaf.tensor for leaf in leaves]
+        key = cost, *specs, *map(_form, tensors)
+        if key not in self._partitions:
+            self._partitions[key] = self._find_partition(cost, specs, tensors)
+        return self._partitions[key]
 
     def _find_partition(
-        self,
-        cost: MatrixCost,
-        ways: Sequence[MatrixSpec],
-        leaves: Sequence[Tensor],
+        self, cost: MatrixCost, specs: Sequence[MatrixSpec], leaves: Sequence[Tensor]
     ) -> Partition:
-        by_axis: dict[tuple[DeviceMesh, int, bool], dict[int, Cut]] = {}
+        by_axis: dict[tuple[DeviceMesh, int, int | None], dict[int, Cut]] = {}
         grids: dict[Hashable, dict[int, Grid]] = {}
         local, gathered = [], []
         cost = cost.on(leaves[0].device.type)  # equal on all ranks: machines differ
-        places = self._places((cost, *ways), leaves)
+        places = self._places((cost, *specs), leaves)
         for i, leaf in enumerate(leaves):
-            cut = cut_of(leaf, places[i], ways[i])
+            cut = cut_of(leaf, places[i], specs[i])
             if cut == "local":
                 local.append(i)
             elif cut == "strided":
-                grid = grid_of(leaf, places[i], ways[i])
-                if grid is None or self._options["strategy"] == "replicate":
+                grid = grid_of(leaf, places[i], specs[i])
+                if grid is None:
                     gathered.append(i)
                 else:
                     grids.setdefault((grid.mesh, grid.axes), {})[i] = grid
             else:
-                line = cut.mesh, cut.axis, cut.has_replicas
+                line = cut.mesh, cut.axis, cut.copies
                 by_axis.setdefault(line, {})[i] = cut
         if gathered:
             log.warning(
@@ -361,35 +335,13 @@ class MeshCollectives:
             )
         groups: list[tuple[ShardGroup, dict[int, Cut]]] = []
         for (mesh, axis, copies), cuts in by_axis.items():
-            if self._options["strategy"] == "replicate":
-                gathered += cuts
-                continue
             matrices = [matrix for cut in cuts.values() for matrix in cut.matrices]
-            group = ShardGroup(
-                mesh, axis, matrices, cost, has_replicas=copies, **self._options
-            )
+            group = ShardGroup(mesh, axis, matrices, cost, copies=copies)
             groups.append((group, cuts))
-        for alike in grids.values():
-            most = self._options["max_buckets"]
-            group = group_over([*alike.values()], cost, max_buckets=most)
-            groups.append((group, {i: grid.cut for i, grid in alike.items()}))
+        for by_leaf in grids.values():
+            group = group_over([*by_leaf.values()], cost)
+            groups.append((group, {i: grid.cut for i, grid in by_leaf.items()}))
         return Partition(groups, local, gathered)
-
-
-def collectives_of(model: nn.Module) -> Collectives:
-    """Return the collectives for a step of ``model``: over its mesh (FSDP2, HSDP, TP),
-    over the ranks of DistributedDataParallel, or LOCAL if it has neither.
-
-    After a forward pass without a backward pass FSDP's root holds its parameters whole.
-    This makes them shards again, as an optimizer needs them.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    called = getattr(model, "_orig_mod", model)  # of torch.compile
-    if isinstance(called, DistributedDataParallel):
-        return DataParallel(called.process_group)
-    return over_meshes(model.parameters())
 
 
 def over_meshes(params: Iterable[Tensor]) -> Collectives:
@@ -425,14 +377,15 @@ def _of_matrices(
 
 
 def _numbers(leaf: MatrixParam, cuts: Mapping[int, Tensor]) -> tuple[int, ...]:
-    """Return the numbers of the matrices of a leaf that lie here, in the order of its
-    piece. ``cuts`` of the leaf divide no matrix.
+    """Return the numbers of a leaf's matrices on this rank, in the order of its piece.
+    ``cuts`` of the leaf divide no matrix.
     """
     runs = rows_here(leaf.tensor.shape, cuts, leaf.matrices)
     return tuple(number for number, _ in runs)
 
 
-def _distinct(ways: Sequence[Hashable]) -> Sequence[Hashable]:
-    """Return a key that stands for all ways: the first, if all are equal."""
-    alike = all(way is ways[0] or way == ways[0] for way in ways)
-    return ways[:1] if alike else ways
+def _form(x: Tensor) -> Hashable:
+    """Return shape, dtype and placement. A DTensor has them in one object, ``_spec``,
+    with its hash; to read its public parts costs host time, tensor by tensor.
+    """
+    return x._spec if isinstance(x, DTensor) else (x.shape, x.dtype)

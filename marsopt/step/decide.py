@@ -1,0 +1,270 @@
+"""The decision of a step: inner products and numbers of groups in; the clips, whether
+everything is finite, and a row of scalars for every part out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from marsopt.rules import rounding
+from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.checks import Number
+from marsopt.rules.decay import at
+from marsopt.rules.dtypes import root, scalar_dtype
+from marsopt.rules.hyperparameters import Numbers
+from marsopt.rules.rounding import HALF
+from marsopt.step.leaf import Index
+
+if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
+    from jaxtyping import Bool, Float
+
+
+class Inputs(NamedTuple):
+    """The tables of one formula's tensors before a step."""
+
+    algorithm: Algorithm
+    numbers: Tensor  # (G, K) of G param groups, in the order of ``algorithm.columns``
+    group_of_norm: Tensor | None  # (N,) int64; None: there is one group
+    rows: Index
+    t: Tensor  # (tensors,) steps that each tensor has taken
+    dtype: torch.dtype  # working dtype of its tensors, and of its table of scalars
+
+    def read(self) -> Numbers:
+        """Return the numbers of each norm by name, 0-D or (N,)."""
+        if self.group_of_norm is None:
+            return self.algorithm.read(iter(self.numbers[0].unbind()))
+        return self.algorithm.read(iter(self.numbers[self.group_of_norm].unbind(1)))
+
+
+class StepScalars(NamedTuple):
+    """The scalars of a step (clip factors, rates, bias corrections) as columns, (P, 1)
+    each.
+    """
+
+    global_clip: Tensor | None  # factor of a gradient that becomes h; None: none does
+    weights: tuple[Tensor, ...]  # of the gradient and, if there is one, of h
+    key: Tensor | None  # of the noise, int64; None: nothing is rounded stochastically
+    rule: tuple[Tensor, ...]  # the preconditioner's: rates and bias corrections
+    scale: Tensor | None  # of the learning rate, by the shape of a matrix
+
+    @classmethod
+    def read(cls, algorithm: Algorithm, columns: Sequence[Tensor]) -> StepScalars:
+        """Return the scalars from the columns of a table."""
+        global_clip = key = scale = None
+        rest = list(columns)
+        if algorithm.matrix_only:
+            scale = rest.pop()
+        if algorithm.h_from == "step":
+            global_clip = rest.pop(0)
+        num_weights = 1 if algorithm.h_from is None else 2
+        weights, rest = rest[:num_weights], rest[num_weights:]
+        if algorithm.stochastic_rounding:
+            high, low, *rest = rest
+            key = (high.to(torch.int64) << 16) | low.to(torch.int64)
+        return cls(global_clip, tuple(weights), key, tuple(rest), scale)
+
+
+class Decision(NamedTuple):
+    """The decision of a step from all gradient statistics; lists have an entry for each
+    formula.
+    """
+
+    grad_norm: Tensor  # 0-D, global norm of the gradient before any clip
+    finite: Tensor  # 0-D bool; False means that nothing changes
+    t: list[Tensor]  # (tensors,), after the step
+    ok: list[Tensor]  # (tensors,) bool: which of them are updated
+    ok_parts: list[Tensor]  # (P,) bool
+    tables: list[Tensor]  # (P, S) scalars of each part, which ``StepScalars`` reads
+
+
+def sums_of_norms(
+    inputs: Sequence[Inputs],
+    products: Sequence[Float[Tensor, "_ _"]],
+    has_grad: Bool[Tensor, " n"] | None,
+) -> Float[Tensor, "n width"]:
+    """Return (norms of all formulas, pairs + 1): the inner products, and in the last
+    column how many ranks have a gradient. A tensor without a gradient here has zeros in
+    the place of g, but its h counts: another rank may have a gradient of it.
+
+    Args:
+        inputs: of every formula.
+        products: of every formula, (P, pairs) by ``step.products``.
+        has_grad: (norms,) whether the tensor has a gradient; None = all have one.
+    """
+    sums, width = [], 1
+    for i, of_parts in zip(inputs, products, strict=True):
+        sums.append(i.rows.sums(of_parts))
+        width = max(width, of_parts.shape[1])
+    for number, of_norms in enumerate(sums):
+        sums[number] = F.pad(of_norms, (0, width - of_norms.shape[1]))
+    whole = F.pad(sums[0] if len(sums) == 1 else torch.cat(sums), (0, 1), value=1.0)
+    if has_grad is not None:
+        whole[:, -1] = has_grad
+    return whole
+
+
+def global_clip_of(grad_norm: Float[Tensor, ""], max_norm: Number) -> Float[Tensor, ""]:
+    """Return torch.nn.utils.clip_grad_norm_'s factor on every gradient, its 1e-6
+    included.
+    """
+    return (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+
+
+class FormulaClips(NamedTuple):
+    """The clips of one formula's tensors, with the numbers and sums behind them."""
+
+    n: Numbers
+    t: Tensor  # (N,) the number of this step, 1, 2, ...
+    beta1: Number  # decay of the first moment in this step, a number or (N,)
+    sums: Tensor  # (N, pairs + 1) in the dtype of scalars
+    weights: tuple[Tensor, ...]  # (N,) of g and h in c
+    c_squares: Tensor  # (N,) of the norms of c
+
+
+def clips_of(
+    inputs: Sequence[Inputs], sums: Tensor, max_norm: Number | None
+) -> tuple[Tensor, Tensor, list[FormulaClips]]:
+    """Return the square of the global norm, the factor of the global clip, and the
+    clips of each formula, by complete sums; a tensor that has a gradient on no rank has
+    sums of zero.
+    """
+    # not a product: 0 times infinity is no zero
+    sums = torch.where(sums[:, -1:] == 0, 0.0, sums)
+    sums = sums.to(scalar_dtype(sums.device))
+    g_square = sums[:, 0].sum()
+    global_clip = torch.ones_like(g_square)
+    if max_norm is not None:
+        global_clip = global_clip_of(root(g_square), max_norm)
+    clips, first = [], 0
+    for i in inputs:
+        part = sums[first : first + i.rows.num_norms]
+        first += i.rows.num_norms
+        n, algorithm = i.read(), i.algorithm
+        t = i.rows.of_norms(i.t.to(part.dtype) + 1)
+        beta1 = at(algorithm.preconditioner.beta1(n), t, n.log_time)
+        weights: tuple[Tensor, ...] = (global_clip.expand(len(part)),)
+        squares = part[:, 0]
+        if algorithm.correction is not None:
+            weigh = algorithm.correction.weights
+            weights, squares = weigh(beta1, n, global_clip, part[:, :-1])
+        clips.append(FormulaClips(n, t, beta1, part, weights, squares))
+    return g_square, global_clip, clips
+
+
+def decide(inputs: Sequence[Inputs], sums: Tensor, max_norm: Number | None) -> Decision:
+    """Decide about a step from the complete sums: the clips, whether everything is
+    finite (learning rates, too), and each formula's table of scalars, for all its parts
+    at once.
+
+    The squared norm of c bounds every c^2, and so every second moment: if it fits the
+    narrowest dtype of the state, all of the state does.
+
+    A tensor that has a gradient on no rank stays as it is; if some ranks have none,
+    theirs counts as zero, so that all ranks go on with equal values.
+    """
+    g_square, global_clip, clips = clips_of(inputs, sums, max_norm)
+    finite = torch.isfinite(g_square)
+    for i, clip in zip(inputs, clips, strict=True):
+        fits = clip.c_squares <= largest_square(i.algorithm, i.dtype)
+        finite = finite & fits.all() & torch.isfinite(clip.sums).all()
+        finite = finite & torch.isfinite(clip.n.lr).all()
+    decision = Decision(g_square.sqrt(), finite, [], [], [], [])
+    for i, clip in zip(inputs, clips, strict=True):
+        is_updated = (clip.sums[:, -1] > 0) & finite
+        ok = i.rows.of_tensors(is_updated)
+        decision.t.append(i.t + ok.to(i.t.dtype))
+        decision.ok.append(ok)
+        decision.ok_parts.append(i.rows.of_parts(is_updated))
+        decision.tables.append(_table(i, clip, global_clip).to(i.dtype))
+    return decision
+
+
+def decide_alone(
+    inputs: Sequence[Inputs],
+    products: Sequence[Tensor],
+    has_grad: Tensor | None,
+    max_norm: Number | None,
+) -> tuple[Tensor, Decision]:
+    """Return the complete sums, and ``decide`` from them, if one process has
+    everything.
+    """
+    sums = sums_of_norms(inputs, products, has_grad)
+    return sums, decide(inputs, sums, max_norm)
+
+
+def clip_factors(
+    inputs: Sequence[Inputs], sums: Tensor, max_norm: Number | None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return the factors of all clips that ``decide`` makes of the same arguments: the
+    sums of gradients (norms, pairs + 1), the factor of the global clip, 0-D, and for
+    every formula the factor of each norm's own clip (N,).
+    """
+    _, global_clip, clips = clips_of(inputs, sums, max_norm)
+    factors = []
+    for i, clip in zip(inputs, clips, strict=True):
+        of_g, *_ = clip.weights
+        coefficient: Number = 1.0
+        if i.algorithm.correction is not None:
+            of_c = i.algorithm.correction.coefficients(clip.beta1, clip.n)
+            coefficient, *_ = of_c
+        # 0 / 0 if the global clip of an infinite norm is 0
+        factor = of_g / (global_clip * coefficient)
+        factors.append(torch.where(of_g == 0, 1.0, factor))
+    return torch.cat([clip.sums for clip in clips]), global_clip, factors
+
+
+def largest_square(algorithm: Algorithm, dtype: torch.dtype) -> float:
+    """Return the largest square that the state can hold; ``dtype`` is the working dtype
+    of the parameters.
+    """
+    h_dtype = None if algorithm.correction is None else algorithm.correction.h_dtype
+    is_narrow = torch.bfloat16 in (algorithm.state_dtype, h_dtype)
+    of_x = torch.finfo(torch.bfloat16 if dtype == torch.float32 else dtype).max
+    return min(of_x, torch.finfo(torch.bfloat16).max) if is_narrow else of_x
+
+
+def _table(inputs: Inputs, clip: FormulaClips, global_clip: Tensor) -> Tensor:
+    """Return the scalars of each part (P, S), as ``StepScalars`` reads them."""
+    algorithm, index = inputs.algorithm, inputs.rows
+    columns: list[Any] = [global_clip] if algorithm.h_from == "step" else []
+    columns += clip.weights
+    if algorithm.stochastic_rounding:  # 16 bits are exact in every working dtype
+        key = rounding.step_key(clip.t)
+        columns += [key >> 16, key & HALF]
+    unit = torch.ones_like(global_clip)
+    columns += algorithm.preconditioner.scalars(clip.t, clip.n)
+    for number, column in enumerate(columns):
+        of_norms = (column * unit).to(unit.dtype).expand(index.num_norms)
+        columns[number] = index.of_parts(of_norms)
+    if algorithm.stochastic_rounding and index.seeds is not None:
+        at_key = 2 + (algorithm.h_from == "step") + (algorithm.h_from is not None)
+        pieces = rounding.step_key(index.seeds)
+        for i, half in (at_key - 1, pieces >> 16), (at_key, pieces & HALF):
+            columns[i] = (columns[i].to(torch.int64) ^ half).to(unit.dtype)
+    if index.scales is not None:
+        columns.append(index.scales)
+    if not torch.compiler.is_compiling():
+        return torch.stack(columns, 1)
+    # inductor copies the columns that it concatenates: a launch each
+    place = torch.arange(len(columns), device=columns[0].device)
+    table: Tensor = columns[0][:, None]
+    for i, column in enumerate(columns):
+        table = torch.where(place == i, column[:, None], table)
+    return table
+
+
+def num_columns(algorithm: Algorithm) -> int:
+    """Return how many scalars a part has."""
+    one = torch.ones(1, device="cpu")
+    index = Index(1, *[None] * 6)
+    numbers = torch.ones(1, len(algorithm.columns), device="cpu")
+    inputs = Inputs(algorithm, numbers, None, index, one, one.dtype)
+    n = inputs.read()
+    weights = (one,) if algorithm.h_from is None else (one, one)
+    clip = FormulaClips(n, one, 1.0, one, weights, one)
+    return _table(inputs, clip, one[0]).shape[1] + algorithm.matrix_only

@@ -1,0 +1,270 @@
+"""Leaves: every tensor of a step is (P, n), and each of its P parts has one norm and
+one row of scalars.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.dtypes import scalar_dtype
+from marsopt.step.owners import Collectives, Tensors, rows_here
+
+
+class Parts(NamedTuple):
+    """The parts of a tensor's elements that lie here: runs of one size in memory, in
+    order, each of one matrix.
+    """
+
+    size: int  # elements of a part
+    norms: tuple[int, ...]  # of each part, the number of its norm in the tensor
+    matrices: tuple[int, ...]  # of each part, the number of its matrix in the tensor
+    num_norms: int  # of the whole tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.norms), self.size
+
+
+def parts_of(
+    algorithm: Algorithm, shape: torch.Size, piece: Tensor, cuts: Mapping[int, Tensor]
+) -> Parts:
+    """Return the parts of a piece of a tensor.
+
+    Args:
+        algorithm: the algorithm that updates it.
+        shape: of the whole tensor.
+        piece: the elements that lie here.
+        cuts: of the tensor, as ``Collectives.cuts`` returns them.
+    """
+    matrices, norms = algorithm.matrices, algorithm.num_norms(shape)
+    if not has_several_parts(algorithm, shape) or not piece.numel():
+        return Parts(piece.numel(), (0,), (0,), norms)
+    runs = rows_here(shape, cuts, matrices)
+    # runs of several sizes become parts of the largest size that divides all of them
+    rows = math.gcd(*(length for _, length in runs))
+    numbers = [number for number, length in runs for _ in range(length // rows)]
+    return Parts(
+        piece.numel() // len(numbers),
+        tuple(number if norms > 1 else 0 for number in numbers),
+        tuple(numbers),
+        norms,
+    )
+
+
+def has_several_parts(algorithm: Algorithm, shape: torch.Size) -> bool:
+    """Return whether a tensor of this shape has more than one norm, or matrices of
+    several shapes.
+    """
+    if algorithm.matrix_only and not algorithm.matrices.is_even(shape):
+        return True
+    return algorithm.num_norms(shape) > 1
+
+
+class Leaf(NamedTuple):
+    """A tensor of a step, or several tensors one behind the other, without gradient:
+    the pieces that lie here, as parts (P, n).
+    """
+
+    x: Tensor
+    buffers: Mapping[str, Tensor]  # by symbol, those at home in shards, and h, like x
+    params: Sequence[Tensor]  # as the user holds them: DTensors, too
+    num_norms: Sequence[int]  # of each of the params
+    norms: Sequence[int]  # (P,) of each part, the number of its norm in the leaf
+    scales: Sequence[float] = ()  # (P,) of the learning rate, by shapes of matrices
+    seed: int = 0  # of the noise of stochastic rounding: of the place in whole tensors
+    shape: torch.Size = torch.Size()  # of the piece of one of the params
+    # strides of that piece, if the parts are its memory; (): it is contiguous; None:
+    # the parts are its elements in order, wherever these are
+    strides: tuple[int, ...] | None = None
+    owned: Sequence[Tensors] = ()  # of each param, the buffers that its owners keep
+
+    @property
+    def operands(self) -> dict[str, Tensor]:
+        """Return x and all buffers by name."""
+        return {"x": self.x, **self.buffers}
+
+    def laid_out(self, piece: Tensor) -> Tensor:
+        """Return a tensor whose memory has the order of this leaf's: a piece, or a copy
+        of it if it has another layout.
+        """
+        if self.strides is None:
+            return piece.reshape(self.x.shape)
+        is_laid = piece.stride() == self.strides
+        if not self.strides:
+            is_laid = piece.is_contiguous()
+        if is_laid and not piece.is_neg():
+            return piece
+        memory = piece.new_empty(self.x.numel())
+        laid = memory.view(self.shape)
+        if self.strides:
+            laid = memory.as_strided(self.shape, self.strides)
+        return laid.copy_(piece)
+
+    def as_parts(self, piece: Tensor) -> Tensor:
+        """Return the memory of a piece that is laid out as this leaf, (P, n)."""
+        piece, shape = self.laid_out(piece), self.x.shape
+        return piece if self.strides is None else memory_of(piece, shape)
+
+    def as_pieces(self, parts: Tensor) -> Sequence[Tensor]:
+        """Return the piece of each of the params, from values (P, n)."""
+        if len(self.params) > 1:
+            return parts.view(len(self.params), *self.shape).unbind()
+        if not self.strides:
+            return [parts.view(self.shape)]
+        start = parts.storage_offset()
+        return [parts.as_strided(self.shape, self.strides, start)]
+
+
+def memory_of(piece: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the memory of a dense tensor as (P, n). It is no view of ``piece``, whose
+    dims Dynamo would guard: nothing counts writes into it.
+    """
+    parts = torch.empty(0, dtype=piece.dtype, device=piece.device)
+    start, size = piece.storage_offset(), torch.Size(shape)
+    return parts.set_(piece.untyped_storage(), start, size, (size[1], 1))
+
+
+def is_dense(piece: Tensor, num_parts: int) -> bool:
+    """Return whether the memory of a tensor has no gaps and no negated values, and
+    whether parts are runs of it: several parts are, if elements lie in their order.
+    """
+    if piece.is_neg():
+        return False
+    if piece.is_contiguous():
+        return True
+    order = sorted(range(piece.ndim), key=piece.stride, reverse=True)
+    return num_parts == 1 and piece.permute(order).is_contiguous()
+
+
+def scales_of(
+    algorithm: Algorithm, shape: torch.Size, matrices: Iterable[int]
+) -> list[float]:
+    """Return the factor of the learning rate of each part, by the shape of its whole
+    matrix; nothing for an elementwise algorithm.
+    """
+    if not algorithm.matrix_only:
+        return []
+    preconditioner = algorithm.matrix_preconditioner
+    shapes = algorithm.matrices.part_shapes(shape)
+    scales = [preconditioner.scale(*matrix) for matrix in shapes]
+    return [scales[matrix % len(scales)] for matrix in matrices]
+
+
+def seed_of(shape: torch.Size, cuts: Mapping[int, Tensor]) -> int:
+    """Return the number of a piece's first element in its whole tensor, which replicas
+    share.
+    """
+    strides = [*accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1)][::-1]
+    firsts = ((dim, i[0].item() if len(i) else 0) for dim, i in cuts.items())
+    return int(sum(first * strides[dim] for dim, first in firsts))
+
+
+# ---- which rows of tables belong together --------------------------------------------
+
+
+class Index(NamedTuple):
+    """Which rows of a formula's tables belong together: N norms of its tensors, and
+    their P parts here. None stands for the identity: one part a norm, one norm a
+    tensor.
+    """
+
+    num_norms: int  # N
+    norm_of_part: Tensor | None  # (P,) int64
+    parts_of_norm: Tensor | None  # (N, most) int64, filled up with P
+    tensor_of_norm: Tensor | None  # (N,) int64
+    first_norm: Tensor | None  # of each tensor, int64
+    scales: Tensor | None  # (P,) of the learning rate; None: elementwise
+    seeds: Tensor | None  # (P,) int64, of the noise; None: all are 0
+
+    def sums(self, products: Tensor) -> Tensor:
+        """Return the sums of norms (N, pairs), from the sums of parts (P, pairs)."""
+        if self.parts_of_norm is None:
+            return products
+        return F.pad(products, (0, 0, 0, 1))[self.parts_of_norm].sum(1)
+
+    def of_norms(self, values: Tensor) -> Tensor:
+        """Return a value of each norm (N,), from one of each tensor."""
+        return values if self.tensor_of_norm is None else values[self.tensor_of_norm]
+
+    def of_parts(self, values: Tensor) -> Tensor:
+        """Return a value of each part (P,), from one of each norm."""
+        return values if self.norm_of_part is None else values[self.norm_of_part]
+
+    def of_tensors(self, values: Tensor) -> Tensor:
+        """Return a value of each tensor, from one of each norm: its first."""
+        return values if self.first_norm is None else values[self.first_norm]
+
+
+def index_of(leaves: Sequence[Leaf]) -> Index:
+    """Return the index of the leaves of one formula."""
+    norms: list[int] = []  # Dynamo traces this, but no list[int]()
+    tensors: list[int] = []
+    firsts: list[int] = []
+    for leaf in leaves:
+        norms += [len(tensors) + number for number in leaf.norms]
+        for num in leaf.num_norms:
+            firsts.append(len(tensors))
+            tensors += [len(firsts) - 1] * num
+    x = leaves[0].x
+
+    def table(numbers: Sequence[object], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(numbers, dtype=dtype, device=x.device)
+
+    norm_of_part = parts_of_norm = None
+    if norms != list(range(len(tensors))):
+        norm_of_part = table(norms)
+        rows: list[list[int]] = [[] for _ in tensors]
+        for part, norm in enumerate(norms):
+            rows[norm].append(part)
+        most = max(map(len, rows))
+        parts_of_norm = table([r + [len(norms)] * (most - len(r)) for r in rows])
+    is_each = firsts == tensors
+    scales = [scale for leaf in leaves for scale in leaf.scales]
+    seeds = [leaf.seed for leaf in leaves for _ in leaf.norms]
+    return Index(
+        len(tensors),
+        norm_of_part,
+        parts_of_norm,
+        None if is_each else table(tensors),
+        None if is_each else table(firsts),
+        table(scales, scalar_dtype(x.device)) if scales else None,
+        table(seeds) if any(seeds) else None,
+    )
+
+
+def leaf_of(
+    algorithm: Algorithm,
+    shape: torch.Size,
+    piece: Tensor,
+    params: Sequence[Tensor],
+    collectives: Collectives,
+) -> tuple[Leaf, Parts]:
+    """Return a leaf without its tensors, and the parts of the piece of each of its
+    params.
+
+    Args:
+        algorithm: the algorithm that updates it.
+        shape: of one whole parameter.
+        piece: the elements of it that lie here.
+        params: one, or several of this shape that lie one behind the other.
+        collectives: of the ranks that hold the parameters.
+    """
+    rounds = algorithm.stochastic_rounding
+    asks = rounds or has_several_parts(algorithm, shape)
+    cuts = collectives.cuts(params[0]) if asks else {}
+    parts = parts_of(algorithm, shape, piece, cuts)
+    num = parts.num_norms
+    norms = [i * num + norm for i in range(len(params)) for norm in parts.norms]
+    scales = scales_of(algorithm, shape, parts.matrices) * len(params)
+    seed = seed_of(shape, cuts) if rounds else 0
+    none = piece.new_empty(len(norms), 0)
+    nums = [num] * len(params)
+    return Leaf(none, {}, params, nums, norms, scales, seed, piece.shape), parts
