@@ -3,9 +3,9 @@ make it right on average, so that steps which are smaller than half a unit of th
 place are not lost (Croci et al., Stochastic rounding: implementation, error analysis
 and applications, Royal Society Open Science 9, 2022).
 
-The noise is a function of the step and of an element's position in its whole tensor:
-there is no generator; replicas and shards round to equal values, and so does a step
-that is taken again.
+The noise is a function of the step, of the place of a shard in its whole tensor, and of
+an element's number in the shard: there is no generator. Replicas round to equal values,
+and so does a step that is taken again; another sharding has other noise.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def noise(index: Tensor, key: Tensor, number: int) -> Tensor:
     five rounds leave neighbours correlated.
 
     Args:
-        index: elements by their number in a whole tensor, int32 or int64; noise repeats
-            after 2^32.
+        index: elements by their number in a shard, int32 or int64; noise repeats after
+            2^32.
         key: as ``step_key`` makes it, broadcast over ``index``.
         number: of the buffer among its parameter's buffers.
     """
