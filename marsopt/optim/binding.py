@@ -433,9 +433,7 @@ class Binding:
                 f"({len(pattern) - sum(pattern)} of {len(pattern)}) than in earlier "
                 "steps, expected the same ones: take such a step before the capture"
             )
-        nums = [
-            n for group in self.groups for leaf in group.leaves for n in leaf.num_norms
-        ]
+        nums = [num for group in self.groups for num in group.num_norms]
         of_norms = [has for has, n in zip(pattern, nums, strict=True) for _ in range(n)]
         mask = torch.tensor(of_norms, device="cpu").to(device, non_blocking=True)
         if len(self._grad_masks) < PATTERNS:  # a tensor that a graph has captured stays
@@ -514,8 +512,7 @@ class Binding:
         largest = [
             largest_square(group.algorithm, group.inputs.dtype)
             for group in self.groups
-            for leaf in group.leaves
-            for _ in range(sum(leaf.num_norms))
+            for _ in range(sum(group.num_norms))
         ]
         bounds = torch.tensor(largest, dtype=sums.dtype, device=sums.device)
         fits = (sums.abs() <= bounds[:, None]).all(1)  # not so of NaN
@@ -523,11 +520,7 @@ class Binding:
         owners = [
             member
             for group in self.groups
-            for member, num in zip(
-                group.members,
-                [n for leaf in group.leaves for n in leaf.num_norms],
-                strict=True,
-            )
+            for member, num in zip(group.members, group.num_norms, strict=True)
             for _ in range(num)
         ]
         blamed = list(dict.fromkeys(owners[row].label for row in bad))

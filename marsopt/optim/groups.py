@@ -319,16 +319,21 @@ def values_of(group: Mapping[str, Any], is_matrix: bool) -> dict[str, Any]:
     """Return the hyperparameters of a group's matrices or of its other tensors, by the
     names of a group with one kind of tensors.
     """
-    values = {key: value for key, value in group.items() if key not in OF_TENSORS}
+    values = _without_tensors(group)
     rest = None if is_matrix else of_rest(values)
     return of_matrices(values) if rest is None else rest
+
+
+def _without_tensors(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a group, without its tensors."""
+    return {key: value for key, value in group.items() if key not in OF_TENSORS}
 
 
 def kinds_of(group: Mapping[str, Any]) -> list[bool]:
     """Return of each tensor of a group whether it takes the numbers of matrices: it is
     a matrix, or the rule of the group takes every tensor.
     """
-    values = {key: value for key, value in group.items() if key not in OF_TENSORS}
+    values = _without_tensors(group)
     takes = Matrices(**arguments(Matrices, values)).takes
     kinds = [takes(p.shape) for p in group["params"]]
     if not all(kinds) and of_rest(values) is None:

@@ -52,8 +52,7 @@ class LastStep(NamedTuple):
             for group, ok in zip(self.groups, self.ok, strict=True)
         ]
         sums, global_clip, clips = clip_factors(inputs, self.sums, max_norm)
-        leaves = [leaf for group in self.groups for leaf in group.leaves]
-        nums = [num for leaf in leaves for num in leaf.num_norms]
+        nums = [num for group in self.groups for num in group.num_norms]
         squares = [part.sum() for part in sums[:, 0].split(nums)]
         clip = [part.amin() for part in torch.cat(clips).split(nums)]
         names = _names(groups)

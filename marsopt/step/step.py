@@ -58,6 +58,11 @@ class Leaves:
         of_each = [leaf.operands for leaf in leaves]
         self.operands = {name: [o[name] for o in of_each] for name in of_each[0]}
 
+    @property
+    def num_norms(self) -> list[int]:
+        """Return the number of norms of each param."""
+        return [num for leaf in self.leaves for num in leaf.num_norms]
+
 
 class Group(Leaves):
     """All leaves of one formula.
@@ -405,27 +410,31 @@ def _exchange(
         with named_range("marsopt: update"):
             of_group = decision.ok_parts[number], decision.tables[number]
             results = runner.map(updated, leaves, operands, *of_group)
-        found = [None if r is None else r.pop("o", r.get("m")) for r in results]
+        owner_matrices = [
+            None if r is None else r.pop("o", r.get("m")) for r in results
+        ]
         if not runner.writes:
             _take(outcome, number, leaves.members, results)
-        requests += _requests(leaves, found, decision, runner.writes)
-        matrices.append(found)
+        requests += _requests(leaves, owner_matrices, decision, runner.writes)
+        matrices.append(owner_matrices)
     if not requests:
         return
     with named_range("marsopt: matrices"):
         outputs = iter(collectives.on_owners(requests))
     del requests, operands, results
-    for leaves, found in zip(sets, matrices, strict=True):
+    for leaves, owner_matrices in zip(sets, matrices, strict=True):
         for n, (i, leaf) in enumerate(zip(leaves.members, leaves.leaves, strict=True)):
-            if found[n] is None:
+            if owner_matrices[n] is None:
                 continue
-            found[n] = None  # the matrix is not needed any more
+            owner_matrices[n] = None  # the matrix is not needed any more
             back = [next(outputs) for _ in leaf.params]
-            found[n] = leaf.as_parts(_joined([output.matrix for output in back]))
+            owner_matrices[n] = leaf.as_parts(
+                _joined([output.matrix for output in back])
+            )
             if outcome.owned:
                 of_params = [output.owned for output in back]
                 outcome.owned[leaves.number][i] = of_params  # type: ignore[assignment]
-        operands = _with({"x": leaves.operands["x"]}, o=found)
+        operands = _with({"x": leaves.operands["x"]}, o=owner_matrices)
         with named_range("marsopt: update"):
             of_group = decision.ok_parts[leaves.number], decision.tables[leaves.number]
             results = runner.map(applied, leaves, operands, *of_group)
