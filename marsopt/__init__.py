@@ -12,10 +12,9 @@ from marsopt.models.for_model import for_model, rule_for
 from marsopt.models.param_groups import param_groups
 from marsopt.optim.mars import MARS
 from marsopt.rules.adamw import AdamW
-from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.correction import Approximate, Correction
-from marsopt.rules.exact import Exact
+from marsopt.rules.component import Algorithm, Correction
 from marsopt.rules.lion import Lion, SignAverage
+from marsopt.rules.mars import Approximate, Exact
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.newton_schulz import NewtonSchulz, newton_schulz, polar_factor
 from marsopt.rules.normuon import NorMuon

@@ -13,7 +13,7 @@ from torch import Tensor
 from marsopt import LOCAL, Algorithm, Correction, Lion
 from marsopt.functional.buffers import start_at_owner
 from marsopt.functional.state import Leaves, new_state
-from marsopt.rules.preconditioner import MatrixInput, Preconditioner
+from marsopt.rules.component import MatrixInput, Preconditioner
 
 
 def check_component(

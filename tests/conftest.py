@@ -19,7 +19,7 @@ from functools import partial
 import pytest
 import torch
 
-from marsopt.step.compiling import graph_of
+from marsopt.step.graphs import graph_of
 from tests.stacking import as_on_a_gpu, forced
 
 # what starts processes

@@ -12,13 +12,13 @@ from typing import ClassVar
 
 import torch
 
-from marsopt.rules.buffers import Buffer
-from marsopt.rules.dtypes import working
-from marsopt.rules.preconditioner import (
+from marsopt.rules.component import (
     Average,
+    Buffer,
     MatrixOutput,
     MatrixPreconditioner,
 )
+from marsopt.rules.numerics import working
 from marsopt.rules.registry import REGISTRY, STATE_KEYS, NamedRule, register
 
 

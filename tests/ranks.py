@@ -56,7 +56,7 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
 
 
 def _as_at_the_start() -> None:
-    from marsopt.step.compiling import graph_of  # the forkserver imports torch alone
+    from marsopt.step.graphs import graph_of  # the forkserver imports torch alone
 
     torch.set_grad_enabled(True)
     torch.set_num_threads(1)

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.buffers import Buffer, owned_parts, owned_shapes
-from marsopt.rules.dtypes import default_state_dtype
-from marsopt.rules.rounding import NARROW
+from marsopt.rules.component import Algorithm, Buffer, owned_parts, owned_shapes
+from marsopt.rules.numerics import NARROW, default_state_dtype
 from marsopt.step.owners import Collectives, MatrixParam
 
 

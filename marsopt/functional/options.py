@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 import torch
 
 from marsopt.rules.checks import Number, Weight
-from marsopt.rules.correction import Per
+from marsopt.rules.component import Per
 from marsopt.rules.matrices import Kind
 from marsopt.step.owners import Collectives
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from marsopt.rules import checks
-from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.checks import Number, Weight
-from marsopt.rules.correction import Approximate, Correction
+from marsopt.rules.component import Algorithm, Correction, Preconditioner
 from marsopt.rules.hyperparameters import (
     Hyperparameter,
     Table,
@@ -24,8 +23,8 @@ from marsopt.rules.hyperparameters import (
     structure,
     table,
 )
+from marsopt.rules.mars import Approximate
 from marsopt.rules.matrices import Matrices
-from marsopt.rules.preconditioner import Preconditioner
 from marsopt.rules.registry import (
     BESIDE,
     CORRECTIONS,

@@ -31,9 +31,9 @@ from marsopt.functional.trees import (
     rebuild,
 )
 from marsopt.rules import checks
-from marsopt.rules.algorithm import Algorithm
 from marsopt.rules.checks import Number
-from marsopt.rules.dtypes import without_autocast
+from marsopt.rules.component import Algorithm
+from marsopt.rules.numerics import without_autocast
 from marsopt.step.owners import LOCAL, Collectives, check_collectives
 from marsopt.step.step import Pure, exchanges_of, step
 

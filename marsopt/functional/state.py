@@ -24,10 +24,9 @@ from marsopt.functional.trees import (
     rebuild,
     subtree,
 )
-from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
-from marsopt.rules.dtypes import scalar_dtype, working_dtype
+from marsopt.rules.component import Algorithm, Buffer
+from marsopt.rules.numerics import scalar_dtype, working_dtype
 from marsopt.step.decide import Decision, Inputs
 from marsopt.step.leaf import index_of, leaf_of
 from marsopt.step.owners import Collectives, Tensors

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_map_only
 from marsopt.optim.mars import MARS
 from marsopt.optim.torch_state import ADAMW, MUON, Format, Leaf, leaves_of
 from marsopt.rules.adamw import AdamW
+from marsopt.rules.component import Preconditioner
 from marsopt.rules.newton_schulz import COEFFICIENTS
 from marsopt.rules.orthogonal import Orthogonal
-from marsopt.rules.preconditioner import Preconditioner
 
 # The preconditioner of each format, and its fields that torch has by the same names.
 KINDS: dict[Format, tuple[type[Preconditioner], Sequence[str]]] = {

@@ -26,10 +26,8 @@ from marsopt.optim.loading import as_tensor
 from marsopt.optim.numbers import Row, Table
 from marsopt.optim.small import SMALL, Pack
 from marsopt.optim.state_dict import STAGE_COUNT, State
-from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.buffers import Buffer, owned_shapes
-from marsopt.rules.dtypes import working, working_dtype
-from marsopt.rules.preconditioner import MatrixCost
+from marsopt.rules.component import Algorithm, Buffer, MatrixCost, owned_shapes
+from marsopt.rules.numerics import working, working_dtype
 from marsopt.rules.registry import STATE_KEYS
 from marsopt.step import kernels
 from marsopt.step.decide import Decision, Inputs, largest_square

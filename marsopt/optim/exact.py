@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from marsopt.optim.binding import Binding
-from marsopt.rules.dtypes import working
+from marsopt.rules.numerics import working
 
 Factor = Tensor | float | None  # of a gradient; None = 1
 

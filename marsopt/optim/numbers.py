@@ -16,8 +16,8 @@ from marsopt.functional.routing import algorithm_of
 from marsopt.optim.groups import OF_REST, group_table, values_of
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
-from marsopt.rules.dtypes import scalar_dtype
 from marsopt.rules.hyperparameters import beta_of
+from marsopt.rules.numerics import scalar_dtype
 
 LR = ("lr", "lr_ratio", "lr_1d_ratio")  # keys whose product is a learning rate
 

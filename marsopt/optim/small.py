@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, promote_types
 
-from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.component import Algorithm
 from marsopt.step.decide import num_columns
 from marsopt.step.leaf import Leaf, Parts, memory_of
 

@@ -19,7 +19,7 @@ from marsopt.optim.loading import (
     check_kind,
     check_shapes,
 )
-from marsopt.rules.correction import H
+from marsopt.rules.component import H
 from marsopt.rules.registry import STATE_KEYS
 from marsopt.step.owners import Collectives
 

@@ -15,7 +15,7 @@ from marsopt.functional.trees import plain_names
 from marsopt.optim.groups import kinds_of, labels, values_of
 from marsopt.optim.loading import SOURCE, check_is_of_optimizer, check_kind
 from marsopt.optim.state_dict import check_entries, in_order_of_names
-from marsopt.rules.algorithm import Algorithm
+from marsopt.rules.component import Algorithm
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from marsopt.parallel.exchange import all_reduce, share
 from marsopt.parallel.mesh import over_meshes
 from marsopt.parallel.planner import Members, check_equal, plan
-from marsopt.rules.preconditioner import MatrixOutput
+from marsopt.rules.component import MatrixOutput
 from marsopt.step.owners import (
     Collectives,
     LocalCollectives,

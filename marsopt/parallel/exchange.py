@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from marsopt.parallel.layout import Grid, Matrix
 from marsopt.parallel.planner import Members, plan
-from marsopt.rules.preconditioner import MatrixCost, MatrixOutput
+from marsopt.rules.component import MatrixCost, MatrixOutput
 from marsopt.step.owners import Request, Tensors, precondition_matrices
 
 # torch 2.13 has another name for it, and warns of this name

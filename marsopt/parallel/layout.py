@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement as AxisPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from marsopt.rules.component import MatrixInput, MatrixOutput
 from marsopt.rules.matrices import Matrices
-from marsopt.rules.preconditioner import MatrixInput, MatrixOutput
 
 InOut = TypeVar("InOut", MatrixInput, MatrixOutput)
 

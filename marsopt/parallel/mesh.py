@@ -31,7 +31,7 @@ from marsopt.parallel.planner import (
     reductions_of,
 )
 from marsopt.parallel.published import entries, whole_buffers
-from marsopt.rules.preconditioner import MatrixCost, MatrixOutput
+from marsopt.rules.component import MatrixCost, MatrixOutput
 from marsopt.step.owners import (
     LOCAL,
     Collectives,

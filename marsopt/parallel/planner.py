@@ -19,7 +19,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 
 from marsopt.parallel.layout import Placement, groups_of
-from marsopt.rules.preconditioner import MatrixCost
+from marsopt.rules.component import MatrixCost
 
 BUCKET = 2**25  # bytes that a rank sends to owners in one exchange, about
 

@@ -23,7 +23,7 @@ from marsopt.profiling.gpt2 import EMBEDDINGS, MODELS, VOCAB_SIZE, Subject, shap
 from marsopt.profiling.machine import free_memory
 from marsopt.profiling.optimizer import profile_optimizer
 from marsopt.rules.registry import REGISTRY, canonical
-from marsopt.step.compiling import declined, missing_for
+from marsopt.step.graphs import declined, missing_for
 
 # limits by which a call ends in an answer, not in hours of lists
 MOST = {"layers": 100_000, "width": 2**20, "vocab": 2**24, "steps": 10**6}

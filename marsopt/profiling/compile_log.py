@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from marsopt.optim import base
-from marsopt.step.compiling import LINES
+from marsopt.optim import mars
+from marsopt.step.graphs import LINES
 
-PACKAGE = str(Path(base.__file__).parents[1])  # where the functions of MARS lie
+PACKAGE = str(Path(mars.__file__).parents[1])  # where the functions of MARS lie
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class CompileLog:
 
     def take_cause(self, record: logging.LogRecord) -> None:
         """Note why MARS makes a new binding, from its debug log."""
-        if record.msg == base.NEW_BINDING:
+        if record.msg == mars.NEW_BINDING:
             self.cause = record.msg.removeprefix("marsopt: ")
 
     def take_metrics(self, record: logging.LogRecord) -> None:
@@ -174,13 +174,13 @@ def listening(
     # inductor counts into these while its log is on; they would keep every graph alive
     counts: tuple[list[Any], ...] = (metrics.nodes_num_elem, metrics.node_runtimes)
     lengths, total = [len(part) for part in counts], metrics.num_bytes_accessed
-    mars = logging.getLogger(base.__name__)
+    optimizer = logging.getLogger(mars.__name__)
     for handler in handlers:
         trace.addHandler(handler)
     try:
         with (
             _lowered(inductor_metrics_log, logging.INFO, log.take_metrics),
-            _lowered(mars, logging.DEBUG, log.take_cause),
+            _lowered(optimizer, logging.DEBUG, log.take_cause),
         ):
             yield log
     finally:

@@ -16,7 +16,7 @@ from marsopt.profiling import machine
 from marsopt.profiling.gpt2 import Subject
 from marsopt.profiling.profiler import profile
 from marsopt.profiling.table import Report, size
-from marsopt.rules.dtypes import working_dtype
+from marsopt.rules.numerics import working_dtype
 from marsopt.step.graphs import Graphs
 from marsopt.step.kernel_runner import Kernels
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import math
 import os
@@ -25,11 +26,11 @@ from torch.profiler import ProfilerActivity
 from marsopt.profiling import machine
 from marsopt.profiling.compile_log import Graph, listening
 from marsopt.profiling.table import Report
-from marsopt.step import compiling
 from marsopt.step.graphs import Graphs
 
 DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # c10::DeviceType
 REGION = "Torch-Compiled Region: "  # followed by torch's compile id
+FILE = inspect.getfile(Graphs)  # of MARS's graphs
 # how the spans of compiled graphs begin: all operators in them are the graph's
 COMPILED = (REGION, "## Call CompiledFxGraph", "CompiledFunctionBackward")
 
@@ -172,7 +173,7 @@ def _weigh(
         traced_runs: of all graphs in the last call, by compile id.
         runs: of MARS's graphs in all calls: see ``Graphs.runs``.
     """
-    own = {key for key, g in graphs.items() if g.where.startswith(compiling.__file__)}
+    own = {key for key, g in graphs.items() if g.where.startswith(FILE)}
     last = [key for key in traced_runs if key in own]
     first, work = dict(reversed(runs)), Counter[str]()
     sizes = runs[len(runs) - len(last) :]

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from marsopt.rules import checks
-from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number, Weight
-from marsopt.rules.decay import at, complement, product
-from marsopt.rules.dtypes import root
+from marsopt.rules.component import Buffer, Preconditioner, Tensors
 from marsopt.rules.hyperparameters import Numbers, number
-from marsopt.rules.preconditioner import Preconditioner, Tensors
+from marsopt.rules.numerics import at, complement, product, root
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

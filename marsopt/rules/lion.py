@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from marsopt.rules import checks
-from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
-from marsopt.rules.decay import at, complement
+from marsopt.rules.component import Average, Buffer, Preconditioner, Tensors
 from marsopt.rules.hyperparameters import Numbers, number
-from marsopt.rules.preconditioner import Average, Preconditioner, Tensors
+from marsopt.rules.numerics import at, complement
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

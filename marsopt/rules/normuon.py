@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from marsopt.rules import checks
-from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number
-from marsopt.rules.decay import at, complement
-from marsopt.rules.dtypes import nonzero, root, working_dtype
+from marsopt.rules.component import Average, Buffer, MatrixInput, MatrixOutput, Tensors
 from marsopt.rules.hyperparameters import Numbers, number, structure
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.newton_schulz import batched
+from marsopt.rules.numerics import at, complement, nonzero, root, working_dtype
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, MatrixAverage
-from marsopt.rules.preconditioner import Average, MatrixInput, MatrixOutput, Tensors
 
 OF_ROWS = 3  # scalars of a step that the owner reads: eps, beta2, 1 - beta2
 

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from marsopt.rules import checks
 from marsopt.rules.checks import Number, Weight
-from marsopt.rules.decay import complement, product
-from marsopt.rules.hyperparameters import Numbers, number, structure
-from marsopt.rules.newton_schulz import NewtonSchulz
-from marsopt.rules.preconditioner import (
+from marsopt.rules.component import (
     Average,
     MatrixInput,
     MatrixOutput,
     MatrixPreconditioner,
     Tensors,
 )
+from marsopt.rules.hyperparameters import Numbers, number, structure
+from marsopt.rules.newton_schulz import NewtonSchulz
+from marsopt.rules.numerics import complement, product
 
 SCALES = ORIGINAL, MATCH_RMS_ADAMW = "original", "match_rms_adamw"  # as torch's Muon
 

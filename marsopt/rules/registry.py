@@ -14,18 +14,22 @@ import torch
 
 from marsopt.rules import checks
 from marsopt.rules.adamw import AdamW
-from marsopt.rules.algorithm import MOMENTUM, Algorithm
-from marsopt.rules.buffers import like_x
 from marsopt.rules.checks import Number
-from marsopt.rules.correction import Approximate, Correction, H
-from marsopt.rules.decay import LOG_TIME_BETA, LOG_TIME_NESTEROV
-from marsopt.rules.exact import Exact
+from marsopt.rules.component import (
+    MOMENTUM,
+    Algorithm,
+    Correction,
+    H,
+    Preconditioner,
+    like_x,
+)
 from marsopt.rules.hyperparameters import Table, table
 from marsopt.rules.lion import Lion, SignAverage
+from marsopt.rules.mars import Approximate, Exact
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.normuon import NorMuon
+from marsopt.rules.numerics import LOG_TIME_BETA, LOG_TIME_NESTEROV
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, Orthogonal
-from marsopt.rules.preconditioner import Preconditioner
 
 # The rule of tensors that are not matrices: the rule itself; an AdamW with numbers of
 # its own, the authors' (optimizers/mars.py); or an AdamW with the rule's own lr and

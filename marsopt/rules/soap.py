@@ -14,20 +14,26 @@ import torch
 from torch import Tensor
 
 from marsopt.rules import checks
-from marsopt.rules.buffers import Buffer
 from marsopt.rules.checks import Number, Weight
-from marsopt.rules.decay import complement, product
-from marsopt.rules.dtypes import full_float32, nonzero, root, working
-from marsopt.rules.hyperparameters import Numbers, number, structure
-from marsopt.rules.matrices import LARGE, Matrices
-from marsopt.rules.newton_schulz import NewtonSchulz
-from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, lr_scale
-from marsopt.rules.preconditioner import (
+from marsopt.rules.component import (
+    Buffer,
     MatrixInput,
     MatrixOutput,
     MatrixPreconditioner,
     Tensors,
 )
+from marsopt.rules.hyperparameters import Numbers, number, structure
+from marsopt.rules.matrices import LARGE, Matrices
+from marsopt.rules.newton_schulz import NewtonSchulz
+from marsopt.rules.numerics import (
+    complement,
+    full_float32,
+    nonzero,
+    product,
+    root,
+    working,
+)
+from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, lr_scale
 from marsopt.rules.registry import NamedRule, register
 
 if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks

@@ -11,13 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from marsopt.rules import rounding
-from marsopt.rules.algorithm import Algorithm
+from marsopt.rules import numerics
 from marsopt.rules.checks import Number
-from marsopt.rules.decay import at
-from marsopt.rules.dtypes import root, scalar_dtype
+from marsopt.rules.component import Algorithm
 from marsopt.rules.hyperparameters import Numbers
-from marsopt.rules.rounding import HALF
+from marsopt.rules.numerics import HALF, at, root, scalar_dtype
 from marsopt.step.leaf import Index
 
 if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
@@ -234,7 +232,7 @@ def _table(inputs: Inputs, clip: FormulaClips, global_clip: Tensor) -> Tensor:
     columns: list[Any] = [global_clip] if algorithm.h_from == "step" else []
     columns += clip.weights
     if algorithm.stochastic_rounding:  # 16 bits are exact in every working dtype
-        key = rounding.step_key(clip.t)
+        key = numerics.step_key(clip.t)
         columns += [key >> 16, key & HALF]
     unit = torch.ones_like(global_clip)
     columns += algorithm.preconditioner.scalars(clip.t, clip.n)
@@ -243,7 +241,7 @@ def _table(inputs: Inputs, clip: FormulaClips, global_clip: Tensor) -> Tensor:
         columns[number] = index.of_parts(of_norms)
     if algorithm.stochastic_rounding and index.seeds is not None:
         at_key = 2 + (algorithm.h_from == "step") + (algorithm.h_from is not None)
-        pieces = rounding.step_key(index.seeds)
+        pieces = numerics.step_key(index.seeds)
         for i, half in (at_key - 1, pieces >> 16), (at_key, pieces & HALF):
             columns[i] = (columns[i].to(torch.int64) ^ half).to(unit.dtype)
     if index.scales is not None:

@@ -1,21 +1,31 @@
 """The runner of graphs: one torch.compile graph a formula, over parts (P, n) of any
 size, which writes its results where its operands are. Without a compiler the same
-functions run eagerly.
+functions run eagerly. Optimizers of a process share the graphs.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Hashable, Sequence
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.dtypes import scalar_dtype
-from marsopt.step.compiling import Graph, announce, declined, graph_of
+from marsopt.rules.component import Algorithm
+from marsopt.rules.numerics import scalar_dtype
+from marsopt.step import kernels
 from marsopt.step.leaf import Leaf, memory_of
 from marsopt.step.step import (
     ROW,
@@ -28,9 +38,181 @@ from marsopt.step.step import (
     products,
 )
 
+log = logging.getLogger(__name__)
+
 SMALL = 4096  # elements; inductor chooses threads of a CPU by the first size
 
 Say = Callable[[int, str], None]
+
+
+# ---- whether and how to compile ------------------------------------------------------
+
+
+@cache
+def missing_for(device: torch.device) -> str | None:
+    """What torch.compile and printed kernels lack here for ``device``, or None."""
+    if device.type == "cpu":
+        compilers = (
+            [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "cl"]
+        )
+        if not any(shutil.which(name) for name in compilers):
+            return f"no C++ compiler (looked for {', '.join(compilers)})"
+        if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+            return "no Python headers (Python.h; Debian: apt-get install python3-dev)"
+        return None
+    from torch.utils._triton import has_triton  # ``import torch`` does not import it
+
+    if not has_triton():
+        return f"no Triton for {device.type}"
+    if kernels.is_interpreted():
+        return "no compiled kernel under TRITON_INTERPRET=1"
+    why = kernels.why_not_built(device)
+    return None if why is None else f"no kernel that Triton can build ({why})"
+
+
+def resolve_compile(compile: bool | None, device: torch.device) -> bool:
+    """Resolve the ``compile`` argument. None asks the machine, and logs the answer.
+
+    Raises:
+        RuntimeError: ``compile=True``, and nothing here can compile.
+    """
+    if compile not in (None, True, False):
+        raise ValueError(
+            f"got compile={compile!r}, expected None, True or False: None compiles "
+            "where this machine can"
+        )
+    if compile is False:
+        return False
+    missing = missing_for(device)
+    if missing is None:
+        log.info(
+            "marsopt: the optimizer step is compiled (compile=False turns this off)"
+        )
+        return True
+    if compile:
+        raise RuntimeError(
+            f"got compile=True, expected a working compiler, found {missing}: install "
+            "it or pass compile=False"
+        )
+    log.warning("marsopt: the optimizer step runs eagerly, since there is %s", missing)
+    return False
+
+
+@cache
+def announce() -> None:
+    """Say that compiling takes its time, once per process: until it is done, a first
+    step looks as if it hung.
+    """
+    log.warning(
+        "marsopt: compiling the formulas of the optimizer's step, once: some 10 s, on "
+        "a GPU up to 30, and less where torch's cache on disk has them; compile=False "
+        "compiles nothing"
+    )
+
+
+@cache
+def known_instructions() -> dict[str, bool]:
+    """Return inductor's option that trusts what /proc/cpuinfo says of the CPU, instead
+    of building and loading a program for it (six seconds), if the compiler is known
+    to know these instructions, as GCC on x86 and Linux does from 11 on.
+    """
+    is_x86 = sys.platform == "linux" and platform.machine() == "x86_64"
+    if not is_x86 or "CXX" in os.environ or shutil.which("g++") is None:
+        return {}
+    version = subprocess.run(
+        ["g++", "-dumpversion"], capture_output=True, text=True, check=False
+    ).stdout
+    major = version.partition(".")[0].strip()
+    is_known = major.isdigit() and int(major) >= 11
+    return _known({"cpp.vec_isa_ok": True}) if is_known else {}
+
+
+NUMBER = itertools.count(1)  # of every graph
+LINES = 10_000  # more than a file has: a graph's line, modulo these, is its function's
+KEPT = 128  # graphs of the process, the latest; an optimizer keeps its own beside them
+OPTIONS = {
+    "size_asserts": False,  # Dynamo's guards have asked them
+    # TORCHINDUCTOR_CUDAGRAPHS=1 is for the model: a replay would write a new norm into
+    # the ``grad_norm`` that a caller kept
+    "triton.cudagraphs": False,
+}
+# A decision for each tensor is a few bytes in each of many steps. Inductor fuses loops
+# that share data, ten bytes or more; here each loop for itself costs a launch.
+SMALL_LOOPS = {"aggressive_fusion": True, "score_fusion_memory_threshold": 0}
+
+Graph = Callable[[list[Tensor]], Any]
+
+
+def compile_graph(
+    function: Callable[..., Any], kind: Hashable, form: Hashable, dynamic: bool
+) -> Graph:
+    """Return the graph of ``function(kind, tensors)``, which takes the list of tensors.
+
+    Dynamo keeps compiled code by code object, and limits the recompiles of a code
+    object: each graph has its own. Profilers take its name from there, too.
+
+    Args:
+        function: reads nothing but its arguments; it may write into the tensors.
+        kind: its static argument.
+        form: whatever of the tensors the graph relies on: a key of the cache.
+        dynamic: whether it takes tensors of any size; else it is of small tables.
+    """
+
+    def call(tensors: list[Tensor]) -> Any:
+        return function(kind, tensors)
+
+    name = function.__name__
+    # Dynamo remembers by file, line and name which sizes have changed
+    code = call.__code__
+    line = code.co_firstlineno + next(NUMBER) * LINES
+    code = code.replace(co_name=name, co_firstlineno=line)
+    graph = types.FunctionType(code, globals(), name, None, call.__closure__)
+    options: dict[str, Any] = {**_known(OPTIONS), **known_instructions()}
+    options |= {} if dynamic else _known(SMALL_LOOPS)
+    options["guard_filter_fn"] = guards
+    return torch.compile(graph, fullgraph=True, dynamic=dynamic, options=options)
+
+
+def guards(entries: Sequence[Any]) -> list[bool]:
+    """Return which guards of a graph Dynamo keeps: all but those on its kind, which
+    cannot fail. They are more than half of the guards.
+    """
+    return [entry.is_global or "kind" not in entry.name for entry in entries]
+
+
+# Graphs are the process's: optimizers of one formula share them, and a sweep of
+# learning rates compiles once. Graphs hold no tensor of an optimizer.
+graph_of = lru_cache(maxsize=KEPT)(compile_graph)
+
+
+def declined() -> str | None:
+    """Return the mode that asks for eager steps, or None. Dynamo traces nothing there,
+    and a fullgraph would raise.
+    """
+    if torch._C._len_torch_dispatch_stack():
+        return "under a TorchDispatchMode"
+    for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
+        if os.environ.get(name) == "1":
+            return f"with {name}=1"
+    return None
+
+
+def once() -> Callable[[int, str], None]:
+    """A way to say things, each once."""
+    return cache(lambda level, what: log.log(level, "marsopt: %s", what))
+
+
+def _known(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that this inductor has: torch does not promise their names."""
+    if not options:
+        return {}
+    from torch._inductor import list_options  # imported when something is compiled
+
+    names = set(list_options())
+    return {name: value for name, value in options.items() if name in names}
+
+
+# ---- graphs of formulas --------------------------------------------------------------
 
 
 class Update(NamedTuple):

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.dtypes import working
-from marsopt.step.compiling import KEPT
+from marsopt.rules.component import Algorithm
+from marsopt.rules.numerics import working
 from marsopt.step.decide import StepScalars, num_columns
 from marsopt.step.expressions import Unprintable
-from marsopt.step.graphs import Graphs, Say
+from marsopt.step.graphs import KEPT, Graphs, Say
 from marsopt.step.kernels import AddressTable, Blocks, SumsKernel, UpdateKernel
 from marsopt.step.printer import print_sums, print_update
 from marsopt.step.step import (

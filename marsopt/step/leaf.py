@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from marsopt.rules.algorithm import Algorithm
-from marsopt.rules.dtypes import scalar_dtype
+from marsopt.rules.component import Algorithm
+from marsopt.rules.numerics import scalar_dtype
 from marsopt.step.owners import Collectives, Tensors, rows_here
 
 

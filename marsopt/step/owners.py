@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from marsopt.rules.buffers import owned_parts
-from marsopt.rules.dtypes import working_dtype
-from marsopt.rules.matrices import LARGE, Matrices
-from marsopt.rules.preconditioner import (
+from marsopt.rules.component import (
     MatrixInput,
     MatrixOutput,
     MatrixPreconditioner,
+    owned_parts,
 )
+from marsopt.rules.matrices import LARGE, Matrices
+from marsopt.rules.numerics import working_dtype
 
 
 class MatrixParam(NamedTuple):

@@ -6,18 +6,18 @@ a ``Runner`` says how its formulas are computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
-from marsopt.rules import rounding
-from marsopt.rules.algorithm import Algorithm
+from marsopt.rules import numerics
 from marsopt.rules.checks import Number
-from marsopt.rules.dtypes import scalar_dtype, working
-from marsopt.rules.preconditioner import MatrixInput
-from marsopt.step.compiling import named_range
+from marsopt.rules.component import Algorithm, MatrixInput
+from marsopt.rules.numerics import scalar_dtype, working
 from marsopt.step.decide import (
     Decision,
     Inputs,
@@ -195,6 +195,15 @@ class Runner(Protocol):
         """Return ``function(*args)``, of small tables; it writes nothing."""
 
 
+def named_range(name: str) -> AbstractContextManager[object]:
+    """Return a range of this name in the trace of the profiler, if a profiler runs:
+    entering and leaving a range costs some microseconds.
+    """
+    if profiler._is_profiler_enabled:
+        return profiler.record_function(name)
+    return nullcontext()
+
+
 # ---- formulas over parts -------------------------------------------------------------
 
 
@@ -266,8 +275,8 @@ def updated(
             results[symbol] = value.to(dtype)
             continue
         assert index is not None
-        noise = rounding.noise(index, s.key, list(buffers).index(symbol))
-        results[symbol] = rounding.stochastic(value, noise)
+        noise = numerics.noise(index, s.key, list(buffers).index(symbol))
+        results[symbol] = numerics.stochastic(value, noise)
     if not algorithm.matrix_only:
         assert out is not None
         return {**results, "x": out}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import marsopt
-from marsopt.rules.decay import at
+from marsopt.rules.numerics import at
 from research.convergence import (
     CURVATURE,
     CURVES,

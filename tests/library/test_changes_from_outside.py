@@ -274,7 +274,7 @@ def test_an_optimizer_of_frozen_parameters_waits_for_one(monkeypatch):
     """For its device, and to ask whether it can compile there."""
     asked = []
     monkeypatch.setattr(
-        "marsopt.optim.base.resolve_compile",
+        "marsopt.optim.mars.resolve_compile",
         lambda wanted, device: asked.append(device),
     )
     (p,) = parameters((2, 2))

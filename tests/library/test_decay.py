@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 import marsopt
 from marsopt import MARS, REGISTRY
 from marsopt.optim.groups import values_of
-from marsopt.rules.decay import at, complement, product
+from marsopt.rules.numerics import at, complement, product
 from tests import stacking
 from tests.stacking import fill
 

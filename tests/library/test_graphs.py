@@ -13,8 +13,8 @@ from torch._dynamo.utils import counters
 from torch.overrides import TorchFunctionMode
 
 import marsopt
-from marsopt.rules.dtypes import scalar_dtype
-from marsopt.step.compiling import compile_graph
+from marsopt.rules.numerics import scalar_dtype
+from marsopt.step.graphs import compile_graph
 from tests import stacking
 from tests.stacking import equal, fill, forced
 

@@ -25,9 +25,8 @@ from marsopt.functional.options import ModelOptions, Options
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
-from marsopt.rules.correction import Correction
+from marsopt.rules.component import Average, Correction
 from marsopt.rules.hyperparameters import number, structure
-from marsopt.rules.preconditioner import Average
 from marsopt.rules.registry import CORRECTIONS, NamedRule
 from tests.components import check_component
 from tests.factors import Factors
@@ -632,7 +631,7 @@ def test_a_name_that_is_taken_is_kept_unless_told():
     assert algorithm.preconditioner.alpha == 0.25
 
 
-class NoScalars(marsopt.rules.preconditioner.Preconditioner):
+class NoScalars(marsopt.rules.component.Preconditioner):
     beta1 = 0.9
 
     def update(self, x, c, buffers, s):

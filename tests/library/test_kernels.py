@@ -27,14 +27,14 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import marsopt
 from marsopt.parallel import MeshCollectives
-from marsopt.rules import rounding
-from marsopt.rules.dtypes import working, working_dtype
+from marsopt.rules import numerics
 from marsopt.rules.hyperparameters import Numbers, number_fields
 from marsopt.rules.lion import SignAverage
 from marsopt.rules.newton_schulz import NewtonSchulz
+from marsopt.rules.numerics import working, working_dtype
 from marsopt.step import graphs, kernels
-from marsopt.step.compiling import missing_for, resolve_compile
 from marsopt.step.expressions import Unprintable
+from marsopt.step.graphs import missing_for, resolve_compile
 from marsopt.step.kernel_runner import Kernels, update_kernel
 from marsopt.step.kernels import (
     AddressTable,
@@ -86,10 +86,10 @@ LR, STEPS = 0.1, torch.tensor([1.0, 7.0, 3.0, 2.0, 4.0], dtype=F64)  # of each p
 def scalars_of(preconditioner, has_h, dtype):
     """Columns of a step: weights of g and h, a key in two halves, the rule's own."""
     weights = [0.7 + 0.01 * STEPS, -0.2 * STEPS] if has_h else [0.7 + 0.01 * STEPS]
-    key = rounding.step_key(STEPS)
+    key = numerics.step_key(STEPS)
     numbers = Numbers(lr=LR, **number_fields(preconditioner))
     own = [value + 0 * STEPS for value in preconditioner.scalars(STEPS, numbers)]
-    columns = [*weights, key >> 16, key & rounding.HALF, *own]
+    columns = [*weights, key >> 16, key & numerics.HALF, *own]
     return torch.stack([column.to(dtype) for column in columns], 1)
 
 
@@ -107,9 +107,9 @@ def new_values(preconditioner, tensors, columns, position, *, rounds=False):
     buffers = {k: working(tensors[k]) for k in preconditioner.buffers}
     out, new = preconditioner.update(x, c, buffers, tuple(own))
     if rounds:
-        noise = [rounding.noise(position, key, i) for i in range(len(new))]
+        noise = [numerics.noise(position, key, i) for i in range(len(new))]
         pairs = zip(new.items(), noise, strict=True)
-        new = {k: rounding.stochastic(value, bits) for (k, value), bits in pairs}
+        new = {k: numerics.stochastic(value, bits) for (k, value), bits in pairs}
     if "h" in tensors:
         new["h"] = clipped
     name = "o" if preconditioner.matrix_only else "x"
@@ -266,8 +266,8 @@ def test_interpreted_update_is_the_eager_one(name):
 @anything
 def test_interpreted_rounding_has_the_bits_of_the_eager_one():
     def body(tensors, columns, position):
-        noise = rounding.noise(position, columns[0].to(torch.int64), 1)
-        return {"m": rounding.stochastic(tensors["x"], noise)}
+        noise = numerics.noise(position, columns[0].to(torch.int64), 1)
+        return {"m": numerics.stochastic(tensors["x"], noise)}
 
     operands = {"x": F32, "m": BF16}
     memory = Memory(operands)

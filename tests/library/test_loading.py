@@ -16,9 +16,7 @@ from torch.utils._pytree import tree_map_only
 from marsopt import MARS, REGISTRY, SOAP, Approximate, Exact
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.optim.state_dict import STAGE_COUNT
-from marsopt.rules.algorithm import MOMENTUM
-from marsopt.rules.correction import H
-from marsopt.rules.preconditioner import Preconditioner
+from marsopt.rules.component import MOMENTUM, H, Preconditioner
 from marsopt.rules.registry import RULES
 from tests.stacking import equal, parameters, run, same
 

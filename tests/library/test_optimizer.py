@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import marsopt
 from marsopt import MARS, REGISTRY
-from marsopt.step import compiling
+from marsopt.step import graphs
 from tests.stacking import (
     build,
     copies,
@@ -597,7 +597,7 @@ def test_printed_it_shows_what_holds_for_all_groups(options, correction):
 
 
 def test_compile_says_what_it_decided(monkeypatch, caplog):
-    monkeypatch.setattr(compiling, "missing_for", lambda device: "no C++ compiler")
+    monkeypatch.setattr(graphs, "missing_for", lambda device: "no C++ compiler")
     with pytest.raises(RuntimeError, match="got compile=True"):
         MARS(parameters((2, 2)), compile=True)
     with caplog.at_level(logging.WARNING):
@@ -610,7 +610,7 @@ def test_the_first_compiled_step_of_a_process_says_so(of_dynamo, caplog):
     """Before it is compiled; nothing is said of what runs eagerly, and no gain is
     promised: a small model with matrices has none.
     """
-    compiling.announce.cache_clear()
+    graphs.announce.cache_clear()
 
     def said():
         ours = [r for r in caplog.records if r.name.startswith("marsopt")]

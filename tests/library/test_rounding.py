@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import marsopt
 from marsopt import MARS, REGISTRY, FlatGroup
 from marsopt.parallel import MeshCollectives
-from marsopt.rules import rounding
+from marsopt.rules import numerics
 from tests.processes import spawn
 
 BF16 = torch.bfloat16
@@ -47,8 +47,8 @@ def next_up(x):
 def test_the_mean_over_all_noise_is_the_value_itself(exponent):
     g = generator(exponent + 200)
     values = torch.randn(16, generator=g) * 2.0**exponent
-    for value in values.clamp(-rounding.LARGEST, rounding.LARGEST):
-        found = rounding.stochastic(value.expand(2**16), ALL_NOISE)
+    for value in values.clamp(-numerics.LARGEST, numerics.LARGEST):
+        found = numerics.stochastic(value.expand(2**16), ALL_NOISE)
         assert found.double().mean() == value.double()
         low = (value.view(torch.int32) & ~0xFFFF).view(torch.float32).to(BF16)
         assert ((found == low) | (found == next_up(low))).all()
@@ -57,23 +57,23 @@ def test_the_mean_over_all_noise_is_the_value_itself(exponent):
 def test_what_bfloat16_holds_stays():
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(BF16)
     for noise in (0, 1, 2**15, 2**16 - 1):
-        found = rounding.stochastic(every.float(), torch.tensor(noise).int())
+        found = numerics.stochastic(every.float(), torch.tensor(noise).int())
         assert torch.equal(found.nan_to_num(7), every.nan_to_num(7))
         assert torch.equal(found.isnan(), every.isnan())
 
 
 def test_what_is_finite_stays_finite():
     largest = torch.finfo(torch.float32).max
-    values = torch.tensor([largest, -largest, rounding.LARGEST, 3.3896e38])
+    values = torch.tensor([largest, -largest, numerics.LARGEST, 3.3896e38])
     for noise in (0, 2**16 - 1):
-        found = rounding.stochastic(values, torch.tensor(noise).int())
+        found = numerics.stochastic(values, torch.tensor(noise).int())
         assert found.isfinite().all()
-        assert torch.equal(found.float().abs(), torch.full((4,), rounding.LARGEST))
+        assert torch.equal(found.float().abs(), torch.full((4,), numerics.LARGEST))
 
 
 def test_wider_numbers_and_derivatives():
     value = torch.tensor([1.001, -3.3], dtype=torch.float64, requires_grad=True)
-    found = rounding.stochastic(value, torch.tensor([0, 2**16 - 1]).int())
+    found = numerics.stochastic(value, torch.tensor([0, 2**16 - 1]).int())
     assert found.tolist() == [1.0, -3.3125]
     found.float().sum().backward()
     assert value.grad.tolist() == [1.0, 1.0]
@@ -91,8 +91,8 @@ def unit(noise):
 
 def of(t, number, start=0, num=2**17):
     index = torch.arange(start, start + num)
-    key = rounding.step_key(torch.tensor([float(t)]))
-    return unit(rounding.noise(index, key, number))
+    key = numerics.step_key(torch.tensor([float(t)]))
+    return unit(numerics.noise(index, key, number))
 
 
 @pytest.mark.parametrize("start", [0, 12345, 2**24 + 77, 2**31 - 2**16])
@@ -113,9 +113,9 @@ def test_noise_is_uniform_and_without_correlation(start):
 
 
 def test_every_bit_of_noise_is_fair():
-    index, key = torch.arange(2**17), rounding.step_key(torch.tensor([5.0]))
+    index, key = torch.arange(2**17), numerics.step_key(torch.tensor([5.0]))
     for number in range(3):
-        noise = rounding.noise(index, key, number)
+        noise = numerics.noise(index, key, number)
         assert (noise >= 0).all() and (noise < 2**16).all()
         for bit in range(16):
             ones = (noise >> bit & 1).double()
@@ -126,11 +126,11 @@ def test_every_bit_of_noise_is_fair():
 
 def test_the_number_of_an_element_may_be_int32_or_int64():
     index = torch.tensor([0, 1, 65535, 65536, 2**31 - 1])
-    key = rounding.step_key(torch.tensor([3.0]))
+    key = numerics.step_key(torch.tensor([3.0]))
     for number in range(3):
-        wide = rounding.noise(index, key, number)
-        assert torch.equal(rounding.noise(index.int(), key, number), wide)
-        assert torch.equal(rounding.noise(index + 2**32, key, number), wide)
+        wide = numerics.noise(index, key, number)
+        assert torch.equal(numerics.noise(index.int(), key, number), wide)
+        assert torch.equal(numerics.noise(index + 2**32, key, number), wide)
 
 
 # ---- averages ------------------------------------------------------------------------

@@ -19,10 +19,10 @@ from jaxtyping import TypeCheckError, jaxtyped
 from torch import nn
 
 from marsopt import MARS
-from marsopt.rules import correction, newton_schulz, soap
+from marsopt.rules import component, mars, newton_schulz, soap
 from marsopt.step import decide
 
-MODULES = (newton_schulz, soap, correction, decide)
+MODULES = (newton_schulz, soap, component, mars, decide)
 SHAPES = [(24, 4), (4, 24), (5, 5), (3, 4, 6), (7,)]
 RULES = ["mars-adamw", "mars-shampoo", "mars-m", "mars-normuon", "mars-soap"]
 OPTIONS = {

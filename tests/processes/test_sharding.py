@@ -520,7 +520,7 @@ def test_functional_steps_keep_nothing_and_reduce_once():
 def precision(rank, world):
     """Relative errors to float64: mixed dtypes, float64, and the default bf16."""
     from marsopt import Matrices, NewtonSchulz, Orthogonal
-    from marsopt.rules.preconditioner import MatrixInput
+    from marsopt.rules.component import MatrixInput
     from marsopt.step.owners import Request
 
     mesh = init_device_mesh("cpu", (world,))

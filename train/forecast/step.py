@@ -14,7 +14,7 @@ import marsopt
 from marsopt import Algorithm, Rule
 from marsopt.parallel.layout import Matrix
 from marsopt.parallel.planner import Members, plan
-from marsopt.rules.preconditioner import MatrixCost
+from marsopt.rules.component import MatrixCost
 from train.forecast.models import Job
 
 FLOAT32 = 4  # bytes
