@@ -18,13 +18,21 @@ from research.compare.store import final
 from train.pictures import picture
 
 ACCENT, GREY = "#b5440e", "#6b6b6b"
-DEFAULT, CONTROL = "Moonlight", "NAdamW"
+DEFAULT, CONTROL, LOWEST = "Moonlight", "NAdamW", "SOAP-Muon, log time"
+TORCH = "torch Muon"
 LINES = {  # method: its color and dashes
     "AdamW": (GREY, ":"),
     CONTROL: ("#0b3c8c", "--"),
     DEFAULT: (ACCENT, "-"),
+    TORCH: ("black", ""),  # points, named by a legend: they are on the default's line
+    LOWEST: ("#1f7a3d", "-."),
 }
-NAMES = {DEFAULT: "for_model"}
+NAMES = {
+    DEFAULT: "for_model",
+    TORCH: "torch's Muon and AdamW",
+    LOWEST: "SOAP-Muon\nwith log_time",
+}
+BELOW = (-2, -22)  # points, from the last mark of a line to a name below it
 LENGTHS = (480, 1920, 7680)  # steps
 JUDGING = range(1, 9)  # seeds
 TITLE = "0.1M parameters beside embeddings, each point tuned"
@@ -87,9 +95,14 @@ def losses(path: Path) -> None:
             steps, name = [*by_length[title]], NAMES.get(title, title)
             means = [mean(own.values()) for own in by_length[title].values()]
             errors = [error_of(own) for own in by_length[title].values()]
-            look = dict(color=color, linestyle=dashes, capsize=3, marker="o")
-            axes.errorbar(steps, means, yerr=errors, markersize=5, **look)
+            look = dict(color=color, linestyle=dashes or "none", capsize=3)
+            look |= dict(marker="o" if dashes else "D", zorder=2 if dashes else 3)
+            axes.errorbar(steps, means, yerr=errors, markersize=5, **look, label=name)
+            if not dashes:
+                continue
             text = dict(xytext=(8, 0), textcoords="offset points", va="center")
+            if title == LOWEST:
+                text |= dict(xytext=BELOW, ha="center")
             axes.annotate(name, (steps[-1], means[-1]), **text, color=color)
         control = by_length[CONTROL].items()
         means = {t: {0: mean(own.values())} for t, own in control}
@@ -106,6 +119,9 @@ def losses(path: Path) -> None:
             text = dict(xytext=(0, 6), textcoords="offset points", ha="center")
             text |= dict(bbox=dict(facecolor="white", edgecolor="none", pad=1))
             axes.annotate(f"{share:.0%} fewer steps", middle, **text, fontsize=9)
+        handles, names = axes.get_legend_handles_labels()
+        points = names.index(NAMES[TORCH])
+        axes.legend([handles[points]], [names[points]], frameon=False)
         axes.set_xscale("log")
         axes.set_xticks(steps := sorted({t for f in by_length.values() for t in f}))
         axes.set_xticklabels([f"{t:,}" for t in steps])
