@@ -68,8 +68,7 @@ def one_by_one(model, tokens, window):
     return nats
 
 
-@pytest.mark.parametrize("count", [2, 7, 15, 50, 57])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("count, batch", [(2, 1), (15, 1), (57, 3)])
 def test_whole_loss_is_every_token_once(count, batch):
     tokens = np.random.default_rng(count).integers(0, 257, count).astype(np.uint16)
     model = scattered()
@@ -190,25 +189,18 @@ def test_tasks_are_checked(tmp_path, monkeypatch):
         "hellaswag": "got --tasks hellaswag, whose data cannot be loaded here",
         "helaswag": "got --tasks helaswag, .* like hellaswag",
     }.items():
-        with pytest.raises(UserError, match=message) as caught:
+        with pytest.raises(UserError, match=message):
             harness.load_tasks([name], None)
-        assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="got --include-path .*, expected a folder"):
-        harness.load_tasks(["letters"], tmp_path / "none")
 
 
-ARGUMENTS = {
-    "nothing to do": ([], "got neither --tasks nor --loss"),
-    "no tasks": (["--tasks", " , "], "got neither --tasks nor --loss"),
-    "no data": (["--loss"], "got --loss without --data"),
-    "no examples": (["--tasks", "letters", "--limit", 0], "got --limit 0"),
-    "no folder": (["--tasks", "letters"], r"got no .*config\.json"),
-    "device": (["--tasks", "letters", "--device", "tpu"], "got --device tpu"),
-}
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_are_checked(name, tmp_path, monkeypatch):
-    args, message = ARGUMENTS[name]
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ([], "got neither --tasks nor --loss"),
+        (["--loss"], "got --loss without --data"),
+        (["--tasks", "letters"], r"got no .*config\.json"),
+    ],
+)
+def test_arguments_are_checked(args, message, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=message):
         called(monkeypatch, "--model", tmp_path, *args)

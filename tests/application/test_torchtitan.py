@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from torchtitan.components.optimizer import ParamGroupConfig
 
 from marsopt import MARS
 from marsopt.interop.torchtitan import (
-    BESIDE,
     MarsOptimizersContainer,
     build_mars,
     default_mars,
@@ -283,22 +281,6 @@ def test_what_default_mars_is_given_holds_for_embeddings_too():
         assert given.items() <= group.optimizer_kwargs.items()
     with pytest.raises(TypeError, match=r"got \['nonsense'\]"):
         default_mars(nonsense=1)
-
-
-@pytest.mark.parametrize(
-    "name, is_beside",
-    [
-        ("tok_embeddings.weight", True),
-        ("lm_head.weight", True),
-        ("layers.1._checkpoint_wrapped_module.moe.router.gate.weight", True),
-        ("layers.0.moe.experts.inner_experts.mlp1_bias_EG", True),
-        ("layers.0.moe.experts.inner_experts.w13_EF2D", True),
-        ("model.layers.0.mlp.gate_proj.weight", False),
-        ("layers.0.moe.experts.inner_experts.w1_EFD", False),
-    ],
-)
-def test_what_stands_beside_the_rule(name, is_beside):
-    assert bool(re.search(BESIDE, name)) is is_beside
 
 
 def test_a_recipe_may_name_its_own_groups():
