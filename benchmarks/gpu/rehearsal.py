@@ -58,6 +58,8 @@ DTYPES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {  # of parameters; opti
     # the most operands
     "amsgrad": (torch.float64, dict(amsgrad=True, cautious_weight_decay=True)),
     "rounded": (torch.float32, dict(state_dtype=BF16, stochastic_rounding=True)),
+    "master32": (BF16, dict(master_weight_bits=32)),
+    "master24": (BF16, dict(master_weight_bits=24)),
 }
 RULES = [
     f"{name}{correction}"
@@ -103,7 +105,7 @@ def launches_of(runner: Kernels, binding: Binding) -> list[Launch]:
         name = function.fn.__name__
         found.append(Launch(kernel, name, tuple(types), tuple(sizes.items())))
 
-    grads, has_grad = binding.gather(runner.printed)
+    grads, has_grad = binding.gather()
     with mock.patch.object(Kernel, "_launch", note):
         step(
             binding.groups,

@@ -141,6 +141,7 @@ def check_parameter(
     label: str,
     state_dtype: torch.dtype | None = None,
     stochastic_rounding: bool = False,
+    master_weight_bits: int | None = None,
 ) -> None:
     """Raise ValueError if no rule can move ``x``."""
     check_unflattened(x, label)
@@ -159,7 +160,13 @@ def check_parameter(
         raise ValueError(
             f"got {label} of layout {x.layout}, expected torch.strided: make it dense"
         )
-    buffer_dtype = state_dtype or default_state_dtype(x.dtype)
+    if master_weight_bits is not None and x.dtype != NARROW:
+        raise ValueError(
+            f"got master_weight_bits={master_weight_bits} for {label} of {x.dtype}, "
+            "expected bfloat16: convert the model (model.bfloat16()), or leave the "
+            "option out"
+        )
+    buffer_dtype = state_dtype or default_state_dtype(x.dtype, master_weight_bits)
     may_be_narrow = stochastic_rounding and buffer_dtype == NARROW
     if torch.promote_types(buffer_dtype, x.dtype) != buffer_dtype and not may_be_narrow:
         raise ValueError(

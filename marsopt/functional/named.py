@@ -38,11 +38,11 @@ def rule(name: RuleName, **options: Unpack[Options]) -> Rule:
     Args:
         name: a name in ``marsopt.REGISTRY``, in any spelling: "MARS_M" is "mars-m".
         options: see above. Every rule also takes ``max_norm``, as ``Rule`` does, and
-            ``state_dtype`` and ``stochastic_rounding``, as ``Algorithm`` does. A rule
-            named "mars-..." takes the name of its ``correction``: "approximate" (the
-            default) or "exact". The authors' ``is_approx=False`` is "exact".
-            ``log_time`` sets decays that are not given to 0.999, and ``nesterov`` to
-            0.2.
+            ``state_dtype``, ``stochastic_rounding`` and ``master_weight_bits``, as
+            ``Algorithm`` does. A rule named "mars-..." takes the name of its
+            ``correction``: "approximate" (the default) or "exact". The authors'
+            ``is_approx=False`` is "exact". ``log_time`` sets decays that are not given
+            to 0.999, and ``nesterov`` to 0.2.
 
     Raises:
         TypeError: an option that the rule does not have.
@@ -58,7 +58,7 @@ def rule(name: RuleName, **options: Unpack[Options]) -> Rule:
         True
     """
     row = named(name, "name")
-    whole = {"max_norm", "state_dtype", "stochastic_rounding"}
+    whole = {"max_norm", "state_dtype", "stochastic_rounding", "master_weight_bits"}
     whole |= {"is_approx", "correction"} if row.is_mars else set()
     check_names(options, {*row.options, *whole}, f"the rule {row.name!r}")
     check_values(row.options, options)  # whether they are read or not
@@ -76,7 +76,8 @@ def mars(*, mars_type: RuleName = "mars-adamw", **options: Unpack[Options]) -> R
     """Return the authors' routing as one rule: ``mars_type`` moves matrices, and AdamW
     moves the other tensors. ``MARS`` takes the same options.
 
-        Choice         is_approx, correction, max_norm, state_dtype, stochastic_rounding
+        Choice         is_approx, correction, max_norm, state_dtype,
+                       stochastic_rounding, master_weight_bits
         Rest           optimize_1d, base_lr, lr_1d, betas_1d, weight_decay_1d,
                        nesterov_1d
         Correction     gamma, clip, clip_per, h_dtype

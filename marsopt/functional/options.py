@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 import torch
 
 from marsopt.rules.checks import Number, Weight
-from marsopt.rules.component import Per
+from marsopt.rules.component import MasterBits, Per
 from marsopt.rules.matrices import Kind
 from marsopt.step.owners import Collectives
 
@@ -23,6 +23,7 @@ class PartOptions(TypedDict, total=False):
     cautious_weight_decay: bool
     clip_per: Per
     h_dtype: torch.dtype | None
+    master_weight_bits: MasterBits
     max_dim: int | None
     ns_coefficients: str
     ns_dtype: torch.dtype | None

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from marsopt.rules import checks
 from marsopt.rules.checks import Number, Weight
-from marsopt.rules.component import Algorithm, Correction, Preconditioner
+from marsopt.rules.component import (
+    Algorithm,
+    Correction,
+    MasterBits,
+    Preconditioner,
+)
 from marsopt.rules.hyperparameters import (
     Hyperparameter,
     Table,
@@ -53,6 +58,8 @@ class Choice:
         max_norm: threshold of the global gradient norm, as in ``Rule``.
         state_dtype: dtype of the state, as in ``Algorithm``.
         stochastic_rounding: round state of bfloat16 at random, as in ``Algorithm``.
+        master_weight_bits: 32 or 24: bits of the weights of bfloat16 parameters, as in
+            ``Algorithm``.
     """
 
     mars_type: str = "mars-adamw"
@@ -65,6 +72,9 @@ class Choice:
         None, checks.state_dtype_or_none, whole=True
     )
     stochastic_rounding: bool = structure(False, whole=True)
+    master_weight_bits: MasterBits = structure(
+        None, checks.master_bits_or_none, whole=True
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -324,6 +334,7 @@ def assembled(
         correction=checked if row.is_mars else None,
         state_dtype=choice.state_dtype,
         stochastic_rounding=choice.stochastic_rounding,
+        master_weight_bits=choice.master_weight_bits,
         matrices=Matrices(**arguments(Matrices, values)),
         **arguments(row.preconditioner, values),
     )

@@ -26,6 +26,7 @@ from marsopt.functional.trees import (
 )
 from marsopt.rules.checks import Number
 from marsopt.rules.component import Algorithm, Buffer
+from marsopt.rules.formats import LOW_BITS
 from marsopt.rules.numerics import scalar_dtype, working_dtype
 from marsopt.step.decide import Decision, Inputs
 from marsopt.step.leaf import index_of, leaf_of
@@ -137,7 +138,8 @@ def new_state(leaves: Leaves) -> State:
     matrices, dtype = algorithm.matrices, algorithm.state_dtype
     for name, x, shape in zip(leaves.names, leaves.tensors, leaves.shapes, strict=True):
         label = f"params[{name!r}]"
-        check_parameter(x, label, dtype, algorithm.stochastic_rounding)
+        options = algorithm.stochastic_rounding, algorithm.master_weight_bits
+        check_parameter(x, label, dtype, *options)
         if algorithm.matrix_only and not matrices.takes(shape):
             raise ValueError(
                 f"got {label} of shape {tuple(shape)}, expected {matrices.expected} "
@@ -190,6 +192,12 @@ def held(leaves: Leaves, symbol: str, state: State) -> list[Tensor]:
             raise ValueError(
                 f"got {label}[{name!r}] of shape {tuple(tensor.shape)}, expected "
                 f"{tuple(x.shape)}: make the state by init on them"
+            )
+        dtype = algorithm.dtype_of(buffer, x)
+        if symbol == LOW_BITS and tensor.dtype != dtype:
+            raise ValueError(
+                f"got {label}[{name!r}] of {tensor.dtype}, expected {dtype}: make the "
+                "state by init of a rule with this master_weight_bits"
             )
     dtypes = [algorithm.dtype_of(buffer, x) for x in leaves.tensors]
     return [

@@ -87,6 +87,8 @@ def _lacking(leaf: Leaf) -> str:
     options = {n: v for n, v in present.items() if n not in taken and v != usual[n]}
     if algorithm.correction is not None:
         options["correction"] = algorithm.correction.name
+    if algorithm.master_weight_bits is not None:
+        options["master_weight_bits"] = algorithm.master_weight_bits
     if isinstance(rule, Orthogonal):
         if not isinstance(rule.nesterov, bool):
             options["nesterov"] = rule.nesterov

@@ -464,9 +464,9 @@ def _movable(
         piece: Tensor = options["collectives"].local(p)
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from error
-    check_parameter(
-        p, what, options["state_dtype"], options.get("stochastic_rounding", False)
-    )
+    rounds = options.get("stochastic_rounding", False)
+    bits = options.get("master_weight_bits")
+    check_parameter(p, what, options["state_dtype"], rounds, bits)
     if p.device.type == "meta":
         raise ValueError(
             f"got {what} on the meta device, expected real storage: build MARS after "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from marsopt.rules.formats import LOW_BITS
 from marsopt.step.owners import Collectives
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -46,7 +47,8 @@ def check_kind(value: Any, key: str, label: str) -> None:
     """
     fits, got = isinstance(value, Real), f"a {type(value).__name__}"
     if isinstance(value, Tensor):
-        fits = value.is_floating_point() or (key == "step" and value.dtype in INTEGERS)
+        may_be_whole = key in ("step", LOW_BITS)
+        fits = value.is_floating_point() or (may_be_whole and value.dtype in INTEGERS)
         got = f"a tensor of {value.dtype}"
     if not fits:
         raise ValueError(
@@ -74,6 +76,11 @@ def check_shapes(
                 f"got {key} of shape {tuple(value.shape)} for {label}, expected "
                 f"{tuple(tensor.shape)}: build MARS over the same parameters in "
                 "the same order"
+            )
+        if key == LOW_BITS and value.dtype != tensor.dtype:
+            raise ValueError(
+                f"got {key} of {value.dtype} for {label}, expected {tensor.dtype}: "
+                "build MARS with the master_weight_bits of the saved optimizer"
             )
         is_whole = collectives.local(value) is value
         if is_whole != (collectives.local(tensor) is tensor):

@@ -31,11 +31,12 @@ from marsopt.optim.groups import (
 from marsopt.optim.loading import as_tensor
 from marsopt.optim.numbers import put
 from marsopt.optim.state_dict import check_ids, to_restore, under_loaded
-from marsopt.optim.statistics import LastStep, Statistics
+from marsopt.optim.statistics import LastStep, Statistics, names_of
 from marsopt.optim.summary import summary
 from marsopt.optim.torch_state import state_of_mars
 from marsopt.rules import checks
 from marsopt.rules.checks import Number, Weight
+from marsopt.rules.formats import LOW_BITS, joined
 from marsopt.rules.hyperparameters import check_names
 from marsopt.rules.matrices import Kind
 from marsopt.rules.numerics import scalar_dtype, without_autocast
@@ -137,8 +138,9 @@ class MARS(Optimizer):
             experts, is a batch of matrices, which take ``mars_type``; or "flattened": a
             tensor (rows, ...), as the kernel of a convolution, is one matrix that does.
         state_dtype: dtype of the state; None = the parameter's own, float32 for
-            float16. torch.float32 for bf16 parameters; not narrower than the parameter,
-            but torch.bfloat16 with ``stochastic_rounding``.
+            float16 and with ``master_weight_bits``. torch.float32 for bf16 parameters;
+            not narrower than the parameter, but torch.bfloat16 with
+            ``stochastic_rounding``.
         collectives: ``marsopt.parallel.MeshCollectives(mesh)`` for sharded parameters;
             ``marsopt.parallel.DataParallel(process_group)`` under DDP, where ranks
             share Newton-Schulz. ``for_model`` finds either.
@@ -150,7 +152,10 @@ class MARS(Optimizer):
             nothing and is counted in ``num_skipped``, without a host sync. "raise" = it
             also raises FloatingPointError (one sync a step).
         options: any other argument of ``marsopt.mars``, whose docstring lists them:
-            ``adjust_lr_fn``, ``splits``, ``ns_dtype`` and so on.
+            ``adjust_lr_fn``, ``splits``, ``ns_dtype`` and so on. With
+            ``master_weight_bits=32`` a step updates float32 weights, which bfloat16
+            parameters are rounded from: the state has the 16 bits that these lack. With
+            24 it has 8 of them, rounded stochastically.
 
     Raises:
         TypeError, ValueError: arguments out of their range, tensors that no rule can
@@ -468,9 +473,8 @@ class MARS(Optimizer):
             return
         if self._next_grads.is_used:
             self._next_grads.check_may_step()
-        runner = self._make_runner()
         with named_range("marsopt: gather"):
-            grads, has_grad = binding.gather(runner.printed)
+            grads, has_grad = binding.gather()
         if isinstance(bound := self._options["max_norm"], Tensor):
             assert self._max_norm is not None
             self._max_norm.copy_(bound)
@@ -480,7 +484,7 @@ class MARS(Optimizer):
             grads,
             max_norm=self._max_norm,
             collectives=binding.collectives,
-            runner=runner,
+            runner=self._make_runner(),
             has_grad=has_grad,
         )
         decision = outcome.decision
@@ -542,6 +546,35 @@ class MARS(Optimizer):
     def num_skipped(self) -> int:
         """Steps since construction that a non-finite gradient voided. Costs a sync."""
         return int(self._skipped)
+
+    @torch.no_grad()
+    def master_weights(self) -> dict[str, Tensor]:
+        """Return the float32 weights of the parameters by name, "group0.3" without
+        names: new tensors, DTensors if the parameters are. A parameter without state,
+        which is frozen, is left out.
+
+        Raises:
+            RuntimeError: there are none, without ``master_weight_bits``.
+
+        Example:
+            >>> model = torch.nn.Linear(2, 1).bfloat16()
+            >>> optimizer = marsopt.for_model(
+            ...     model, "adamw", master_weight_bits=32, compile=False
+            ... )
+            >>> _ = model.float().load_state_dict(optimizer.master_weights())
+        """
+        if self._options.get("master_weight_bits") is None:
+            raise RuntimeError(
+                "got master_weights() of an optimizer without master_weight_bits, "
+                "expected it with 32 or 24: the parameters are the weights"
+            )
+        collectives: Collectives = self._options["collectives"]
+        local, weights = collectives.local, {}
+        for p, name in names_of(self.param_groups).items():
+            if (low := self.state.get(p, {}).get(LOW_BITS)) is not None:
+                weight = joined(local(p.detach()), local(low))
+                weights[name] = collectives.wrap(weight, p)
+        return weights
 
     # ---- exact MARS: the authors' protocol -----------------------------------------
 

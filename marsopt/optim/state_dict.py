@@ -20,6 +20,7 @@ from marsopt.optim.loading import (
     check_shapes,
 )
 from marsopt.rules.component import H
+from marsopt.rules.formats import LOW_BITS
 from marsopt.rules.registry import STATE_KEYS
 from marsopt.step.owners import Collectives
 
@@ -139,8 +140,9 @@ def to_restore(
     """
     pairs, num_restored, num_fresh = list[tuple[Tensor, Any]](), 0, 0
     source = saved.get(SOURCE)
-    # another library keeps no gradient of MARS's, and may count no steps
-    free = frozenset({"step", H.key} if source else ())
+    # another library keeps no gradient of MARS's, and may count no steps; a run without
+    # master weights has them in its parameters
+    free = frozenset({LOW_BITS, "step", H.key} if source else {LOW_BITS})
     for i, (p, label) in zip(check_ids(labelled, saved), labelled, strict=True):
         entry, present = saved["state"].get(i, {}), entry_of_mars(state.get(p, {}))
         if present and not entry:

@@ -55,7 +55,7 @@ class LastStep(NamedTuple):
         nums = [num for group in self.groups for num in group.num_norms]
         squares = [part.sum() for part in sums[:, 0].split(nums)]
         clip = [part.amin() for part in torch.cat(clips).split(nums)]
-        names = _names(groups)
+        names = names_of(groups)
         return Statistics(
             [names[m.p] for group in self.groups for m in group.members],
             torch.stack(squares).sqrt(),
@@ -64,7 +64,8 @@ class LastStep(NamedTuple):
         )
 
 
-def _names(groups: Sequence[Mapping[str, Any]]) -> dict[Tensor, str]:
+def names_of(groups: Sequence[Mapping[str, Any]]) -> dict[Tensor, str]:
+    """Return the names of parameters, as groups have them; "group0.3" without names."""
     return {
         p: names[i] if i < len(names) else f"group{number}.{i}"
         for number, group in enumerate(groups)

@@ -16,6 +16,7 @@ from marsopt.profiling import machine
 from marsopt.profiling.gpt2 import Subject
 from marsopt.profiling.profiler import profile
 from marsopt.profiling.table import Report, size
+from marsopt.rules.formats import LOW_BITS
 from marsopt.rules.numerics import working_dtype
 from marsopt.step.graphs import Graphs
 from marsopt.step.kernel_runner import Kernels
@@ -57,6 +58,8 @@ def _floor(member: Member, is_local: bool, is_copied: bool) -> tuple[int, int, i
     g = 0 if grad is None else num * grad.dtype.itemsize
     h = member.state["h"].nbytes if "h" in member.state else 0
     moments = sum(member.state[symbol].nbytes for symbol in algorithm.moments)
+    if LOW_BITS in member.state:
+        x += member.state[LOW_BITS].nbytes
     update = g + h + 2 * (x + moments) + (h if algorithm.h_from == "step" else 0)
     if algorithm.matrix_only:  # applying reads x and the directions, and writes x
         update += num * sum(d.itemsize for d in _dtypes_of_matrices(member, is_local))

@@ -196,6 +196,16 @@ def state_dtype_or_none(name: str, value: torch.dtype | None) -> None:
         )
 
 
+def master_bits_or_none(name: str, value: int | None) -> None:
+    """None, 24 or 32."""
+    value = plain(value)
+    if value is not None and (type(value) is not int or value not in (24, 32)):
+        raise ValueError(
+            f"got {name}={shown(value)}, expected None, 24 or 32: pass 32 for weights "
+            "of float32, or None for weights of bfloat16"
+        )
+
+
 def true_or_false(name: str, value: bool) -> None:
     """True or False."""
     if not isinstance(plain(value), bool):

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
+from marsopt.rules.formats import LOW_BITS, LOW_DTYPES
 from marsopt.rules.hyperparameters import (
     Numbers,
     check_fields,
@@ -101,6 +102,7 @@ def owned_parts(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 
 
 Per = Literal["matrix", "tensor"]
+MasterBits = Literal[24, 32] | None
 
 H = Buffer("last_grad", dtype="gradient")  # the reference gradient h in a state
 
@@ -469,16 +471,21 @@ class Algorithm:
         preconditioner: makes a step from c.
         correction: makes c from the gradient; None: c is the gradient.
         state_dtype: dtype of the state buffers; None = the parameter's own, float32 for
-            float16. Not narrower than the parameter: moments are averages of small
-            steps, which rounding to nearest would lose; but bfloat16 with
-            ``stochastic_rounding``.
+            float16 and with ``master_weight_bits``. Not narrower than the parameter:
+            moments are averages of small steps, which rounding to nearest would lose;
+            but bfloat16 with ``stochastic_rounding``.
         stochastic_rounding: whether a step rounds stochastically the values that it
             writes into state buffers of bfloat16.
+        master_weight_bits: 32: bfloat16 parameters are float32 weights rounded to
+            nearest, and a step updates these: the state holds the 16 bits of a weight
+            that the parameter lacks. 24: the state holds 8 of them, and a step rounds
+            the weight stochastically. None = off.
         matrices: which matrices a tensor is made of.
         name: its name in messages.
 
     Raises:
-        ValueError: a ``state_dtype`` that is not floating point, or float16.
+        ValueError: a ``state_dtype`` that is not floating point, or float16; other
+            ``master_weight_bits``.
 
     Example:
         >>> algorithm = marsopt.Algorithm(
@@ -494,6 +501,7 @@ class Algorithm:
     correction: Correction | None = None
     state_dtype: torch.dtype | None = None
     stochastic_rounding: bool = False
+    master_weight_bits: MasterBits = None
     matrices: Matrices = Matrices()
     name: str = ""
 
@@ -503,6 +511,7 @@ class Algorithm:
     def __post_init__(self) -> None:
         checks.state_dtype_or_none("state_dtype", self.state_dtype)
         checks.true_or_false("stochastic_rounding", self.stochastic_rounding)
+        checks.master_bits_or_none("master_weight_bits", self.master_weight_bits)
         self._keep_numbers()
 
     def __str__(self) -> str:
@@ -528,7 +537,8 @@ class Algorithm:
         of_c = {} if self.correction is None else number_fields(self.correction)
         numbers = of_c | number_fields(self.preconditioner)
         parts = form_of(self.preconditioner), form_of(self.correction)
-        form = *parts, self.state_dtype, self.stochastic_rounding, self.matrices
+        bits = self.stochastic_rounding, self.master_weight_bits
+        form = *parts, self.state_dtype, *bits, self.matrices
         object.__setattr__(self, "_numbers", numbers)
         object.__setattr__(self, "_form", form)
 
@@ -617,6 +627,9 @@ class Algorithm:
         buffers = dict(self.preconditioner.buffers)
         if "m" in buffers and self.is_momentum and self.correction is None:
             buffers["m"] = buffers["m"]._replace(key=MOMENTUM)
+        if self.master_weight_bits is not None:
+            dtype = LOW_DTYPES[self.master_weight_bits]
+            buffers[LOW_BITS] = Buffer(LOW_BITS, dtype=dtype)
         return buffers if self.h_from is None else {**buffers, "h": H}
 
     @property
@@ -634,7 +647,9 @@ class Algorithm:
 
     def dtype_of(self, buffer: Buffer, x: Tensor) -> torch.dtype:
         """Return the dtype of a buffer for ``x``."""
-        state_dtype = self.state_dtype or default_state_dtype(x.dtype)
+        state_dtype = self.state_dtype or default_state_dtype(
+            x.dtype, self.master_weight_bits
+        )
         if buffer.home == "owner":  # not rounded stochastically
             state_dtype = torch.promote_types(state_dtype, x.dtype)
         narrow = None if self.correction is None else self.correction.h_dtype
@@ -653,6 +668,11 @@ class Algorithm:
         """
         is_state = buffer.dtype in ("state", "gradient")
         return self.stochastic_rounding and is_state and dtype == NARROW
+
+    @property
+    def has_noise(self) -> bool:
+        """Whether a step rounds anything stochastically."""
+        return self.stochastic_rounding or self.master_weight_bits == 24
 
     def num_norms(self, shape: torch.Size) -> int:
         """Return the number of norms of a tensor of this shape: 1, or its matrices if

@@ -42,12 +42,15 @@ def root(squares: Tensor) -> Tensor:
     return squares.clamp(min=torch.finfo(squares.dtype).tiny).sqrt()
 
 
-def default_state_dtype(dtype: torch.dtype) -> torch.dtype:
+def default_state_dtype(
+    dtype: torch.dtype, master_weight_bits: int | None
+) -> torch.dtype:
     """Return the default dtype of state for parameters of ``dtype``: float32 for
     float16, since there squares of small gradients are zero and squares of large
-    gradients infinite; else ``dtype``.
+    gradients infinite, and for master weights; else ``dtype``.
     """
-    return torch.float32 if dtype == torch.float16 else dtype
+    is_wide = dtype == torch.float16 or master_weight_bits is not None
+    return torch.float32 if is_wide else dtype
 
 
 def scalar_dtype(device: torch.device) -> torch.dtype:

@@ -20,9 +20,11 @@ from marsopt.rules.component import (
     Algorithm,
     Correction,
     H,
+    MasterBits,
     Preconditioner,
     like_x,
 )
+from marsopt.rules.formats import LOW_BITS
 from marsopt.rules.hyperparameters import Table, table
 from marsopt.rules.lion import Lion, SignAverage
 from marsopt.rules.mars import Approximate, Exact
@@ -163,6 +165,7 @@ class NamedRule:
         correction: Correction | None = None,
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: bool = False,
+        master_weight_bits: MasterBits = None,
         matrices: Matrices = Matrices(),
         **arguments: Any,
     ) -> Algorithm:
@@ -191,6 +194,7 @@ class NamedRule:
             correction=correction,
             state_dtype=state_dtype,
             stochastic_rounding=stochastic_rounding,
+            master_weight_bits=master_weight_bits,
             matrices=matrices,
             name=self.name,
         )
@@ -302,7 +306,7 @@ REGISTRY: dict[str, NamedRule] = {}
 
 # The names of all that a component may keep in ``optimizer.state[p]``; other entries
 # are the caller's.
-STATE_KEYS = {MOMENTUM, H.key}
+STATE_KEYS = {MOMENTUM, H.key, LOW_BITS}
 
 
 def canonical(name: str) -> str:

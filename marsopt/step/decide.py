@@ -61,7 +61,7 @@ class StepScalars(NamedTuple):
             global_clip = rest.pop(0)
         num_weights = 1 if algorithm.h_from is None else 2
         weights, rest = rest[:num_weights], rest[num_weights:]
-        if algorithm.stochastic_rounding:
+        if algorithm.has_noise:
             high, low, *rest = rest
             key = (high.to(torch.int64) << 16) | low.to(torch.int64)
         return cls(global_clip, tuple(weights), key, tuple(rest), scale)
@@ -231,7 +231,7 @@ def _table(inputs: Inputs, clip: FormulaClips, global_clip: Tensor) -> Tensor:
     algorithm, index = inputs.algorithm, inputs.rows
     columns: list[Any] = [global_clip] if algorithm.h_from == "step" else []
     columns += clip.weights
-    if algorithm.stochastic_rounding:  # 16 bits are exact in every working dtype
+    if algorithm.has_noise:  # 16 bits are exact in every working dtype
         key = numerics.step_key(clip.t)
         columns += [key >> 16, key & HALF]
     unit = torch.ones_like(global_clip)
@@ -239,7 +239,7 @@ def _table(inputs: Inputs, clip: FormulaClips, global_clip: Tensor) -> Tensor:
     for number, column in enumerate(columns):
         of_norms = (column * unit).to(unit.dtype).expand(index.num_norms)
         columns[number] = index.of_parts(of_norms)
-    if algorithm.stochastic_rounding and index.seeds is not None:
+    if algorithm.has_noise and index.seeds is not None:
         at_key = 2 + (algorithm.h_from == "step") + (algorithm.h_from is not None)
         pieces = numerics.step_key(index.seeds)
         for i, half in (at_key - 1, pieces >> 16), (at_key, pieces & HALF):

@@ -24,6 +24,8 @@ NAMES = {
     torch.float16: "tl.float16",
     torch.int64: "tl.int64",
     torch.int32: "tl.int32",
+    torch.int16: "tl.int16",
+    torch.int8: "tl.int8",
     torch.bool: "tl.int1",
 }
 # operators that return their input's elements

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -96,6 +95,8 @@ class Leaf(NamedTuple):
         """Return a tensor whose memory has the order of this leaf's: a piece, or a copy
         of it if it has another layout.
         """
+        if self.strides is None:
+            return piece.reshape(self.x.shape)
         is_laid = piece.stride() == self.strides
         if not self.strides:
             is_laid = piece.is_contiguous()
@@ -109,9 +110,8 @@ class Leaf(NamedTuple):
 
     def as_parts(self, piece: Tensor) -> Tensor:
         """Return the memory of a piece that is laid out as this leaf, (P, n)."""
-        if self.strides is None:
-            return piece.reshape(self.x.shape)
-        return memory_of(self.laid_out(piece), self.x.shape)
+        piece, shape = self.laid_out(piece), self.x.shape
+        return piece if self.strides is None else memory_of(piece, shape)
 
     def as_pieces(self, parts: Tensor) -> Sequence[Tensor]:
         """Return the piece of each of the params, from values (P, n)."""
@@ -130,12 +130,6 @@ def memory_of(piece: Tensor, shape: Sequence[int]) -> Tensor:
     parts = torch.empty(0, dtype=piece.dtype, device=piece.device)
     start, size = piece.storage_offset(), torch.Size(shape)
     return parts.set_(piece.untyped_storage(), start, size, (size[1], 1))
-
-
-def common_dtype(tensors: Iterable[Tensor | None], default: torch.dtype) -> torch.dtype:
-    """Return the dtype that holds all tensors, ``default`` if there are none."""
-    dtypes = {x.dtype for x in tensors if x is not None}
-    return reduce(torch.promote_types, dtypes) if dtypes else default
 
 
 def is_dense(piece: Tensor, num_parts: int) -> bool:
@@ -263,7 +257,7 @@ def leaf_of(
         params: one, or several of this shape that lie one behind the other.
         collectives: of the ranks that hold the parameters.
     """
-    rounds = algorithm.stochastic_rounding
+    rounds = algorithm.has_noise
     asks = rounds or has_several_parts(algorithm, shape)
     cuts = collectives.cuts(params[0]) if asks else {}
     parts = parts_of(algorithm, shape, piece, cuts)

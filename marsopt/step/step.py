@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from marsopt.rules import numerics
+from marsopt.rules import formats, numerics
 from marsopt.rules.checks import Number
 from marsopt.rules.component import Algorithm, MatrixInput
+from marsopt.rules.formats import LOW_BITS
 from marsopt.rules.numerics import scalar_dtype, working
 from marsopt.step.decide import (
     Decision,
@@ -241,6 +242,27 @@ def products(g: Tensor, h: Tensor | None, is_long: bool) -> Tensor:
     return torch.stack([a + b for a, b in zip(rows, rest, strict=True)], 1)
 
 
+def weight(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return x in its working dtype, with the bits that the state holds below it."""
+    return formats.joined(tensors["x"], tensors.get(LOW_BITS))
+
+
+def stored(
+    algorithm: Algorithm, s: StepScalars, x: Tensor, index: Tensor | None
+) -> Results:
+    """Return a new x by the names of the tensors that hold it."""
+    bits = algorithm.master_weight_bits
+    if bits is None:
+        return {"x": x}
+    noise = None
+    if bits == 24:
+        assert index is not None and s.key is not None
+        number = list(algorithm.buffers).index(LOW_BITS)
+        noise = numerics.noise(index, s.key, number)
+    high, low = formats.split(x, bits, noise)
+    return {"x": high, LOW_BITS: low}
+
+
 def updated(
     algorithm: Algorithm,
     s: StepScalars,
@@ -258,7 +280,7 @@ def updated(
             one, (P, n) each.
         index: numbers of the elements in this process's piece, for stochastic rounding.
     """
-    x, g = working(tensors["x"]), working(tensors["g"])
+    x, g = weight(tensors), working(tensors["g"])
     c = s.weights[0] * g
     if algorithm.h_from is not None:
         c = c + s.weights[1] * working(tensors["h"])
@@ -279,7 +301,7 @@ def updated(
         results[symbol] = numerics.stochastic(value, noise)
     if not algorithm.matrix_only:
         assert out is not None
-        return {**results, "x": out}
+        return {**results, **stored(algorithm, s, out, index)}
     if out is not None or "o" in tensors:
         results["o"] = new["m"] if out is None else out
     return results
@@ -295,8 +317,9 @@ def applied(
     (P, n).
     """
     assert s.scale is not None
-    x, o = working(tensors["x"]), working(tensors["o"])
-    return {"x": algorithm.matrix_preconditioner.apply(x, o, s.rule, s.scale)}
+    x, o = weight(tensors), working(tensors["o"])
+    x = algorithm.matrix_preconditioner.apply(x, o, s.rule, s.scale)
+    return stored(algorithm, s, x, index)
 
 
 # ---- the step ------------------------------------------------------------------------
@@ -443,7 +466,9 @@ def _exchange(
             if outcome.owned:
                 of_params = [output.owned for output in back]
                 outcome.owned[leaves.number][i] = of_params  # type: ignore[assignment]
-        operands = _with({"x": leaves.operands["x"]}, o=owner_matrices)
+        names = ("x", LOW_BITS) if LOW_BITS in leaves.operands else ("x",)
+        of_x = {name: leaves.operands[name] for name in names}
+        operands = _with(of_x, o=owner_matrices)
         with named_range("marsopt: update"):
             of_group = decision.ok_parts[leaves.number], decision.tables[leaves.number]
             results = runner.map(applied, leaves, operands, *of_group)
@@ -542,7 +567,7 @@ def masked(
     columns = [table[:, k, None] for k in range(table.shape[1])]
     s = StepScalars.read(algorithm, columns)
     index = None
-    if algorithm.stochastic_rounding:
+    if algorithm.has_noise:
         x = tensors["x"]
         index = torch.arange(x.numel(), device=x.device).view(x.shape)
     ok = ok[:, None]
