@@ -36,46 +36,6 @@ def test_channels_last_changes_nothing(mars_type, mode, monkeypatch):
     assert all(p.is_contiguous(memory_format=torch.channels_last) for p in got)
 
 
-def test_a_step_over_channels_last_compiles_into_one_graph():
-    rule = marsopt.rule("mars-normuon", ns_dtype=torch.float64, ns_steps=1, **FLATTENED)
-    lr, found = torch.tensor(0.1, dtype=torch.float64), []
-    for form in (torch.contiguous_format, torch.channels_last):
-        params = [p.detach() for p in kernels(form)[:1]]
-        step, state = rule.step, rule.init(params)
-        if form is torch.channels_last:
-            step = torch.compile(step, backend="aot_eager", fullgraph=True)
-        params, state = step(params, [p.cos() for p in params], state, lr=lr)
-        found.append([*params, *state.buffers["r"]])
-    equal(*found, 1e-12)
-
-
-def test_a_kernel_is_moved_by_one_loop_without_intermediates(monkeypatch):
-    """g, h and m are read, h and m written: 20 bytes a parameter; then x,
-    o in bfloat16, and x: 10.
-    """
-    forced(monkeypatch, "leaves")
-    params = [nn.Parameter(torch.randn(64, 32, 3, 3)) for _ in range(2)]
-    own = dict(mars_type="mars-m", ns_dtype=torch.bfloat16, ns_steps=1)
-    optimizer = build(params, "leaves", **own, **FLATTENED)
-    for p in params:
-        p.grad = torch.randn_like(p)
-    report = marsopt.profile(optimizer.step, steps=1, cold=False)
-    num = params[0].numel()  # inductor's bytes are those of the first run
-    _, *updates = report.graphs
-    for graph, least in zip(updates, (20 * num, 10 * num), strict=True):
-        assert len(graph.kernels) == 1 and graph.peak_bytes == 0
-        assert least <= graph.num_bytes < 1.02 * least
-
-
-def test_kernels_take_adamw_unless_the_group_says_otherwise():
-    apart, as_one = kernels()[:2]
-    groups = [{"params": [apart]}, {"params": [as_one], **FLATTENED}]
-    optimizer = MARS(groups, mars_type="muon", compile=False)
-    assert "exp_avg_sq" in optimizer.state[apart]
-    assert set(optimizer.state[as_one]) == {"step", "momentum_buffer"}
-    assert optimizer.state[as_one]["momentum_buffer"].shape == as_one.shape
-
-
 def test_the_step_has_the_scale_of_the_flattened_shape():
     """Not of its last two dims: 0.2 sqrt(max(6, 4 * 9)) times an orthogonal factor."""
     p = kernels()[0]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import marsopt
-from marsopt import MARS, REGISTRY, FlatGroup, NewtonSchulz
+from marsopt import MARS, REGISTRY, FlatGroup
 from tests.slices import TENSORS, Several, at_once, in_loop, values
 from tests.stacking import MODES, build, forced, traced
 from tests.table import steady
@@ -119,16 +119,6 @@ def test_a_rule_moves_every_matrix_as_if_it_were_alone(mars_type, kind, flat):
     assert largest(params.unpack() if flat else params, want) < 1e-12
 
 
-def test_a_named_rule_takes_blocks():
-    heads = {"heads": TENSORS["heads"]}
-    options = {n: OPTIONS[n] for n in ("lr", "ns_dtype")} | dict(compile=False)
-    want = in_loop(heads, 1, mars_type="muon", weight_decay=0.1, **options)
-    rule = marsopt.rule("muon", splits=5, ns_dtype=torch.float64)
-    params = values(0, heads)
-    params, _ = rule.step(params, values(1, heads), rule.init(params), lr=0.1)
-    assert largest(params, want) < 1e-12
-
-
 def test_the_clip_of_a_whole_tensor_is_that_of_one_matrix():
     """An elementwise rule sees no shape but through its clip."""
     own = dict(OPTIONS, mars_type="mars-adamw", compile=False)
@@ -169,16 +159,6 @@ def test_factors_of_other_parts_restart(splits):
     optimizer.step()
     entry = optimizer.state[params["qkv"]]
     assert entry["step"] == entry["stage_count"] == 1
-
-
-def test_a_gradient_that_is_not_finite_is_blamed_on_its_parameter_once():
-    tensors = {n: TENSORS[n] for n in ("experts", "bias")}
-    _, optimizer = at_once(tensors, 0, compile=False, nonfinite="raise")
-    for group in optimizer.param_groups:
-        (p,) = group["params"]
-        p.grad = torch.full_like(p, torch.nan if p.ndim > 1 else 0.0)
-    with pytest.raises(FloatingPointError, match=r"in 1 of 2 parameters .*experts"):
-        optimizer.step()
 
 
 def test_groups_say_only_what_differs():
@@ -238,14 +218,3 @@ def test_a_rule_for_matrices_says_which_it_takes():
         marsopt.rule("muon", matrices="batched").init({"b": torch.zeros(3)})
     with pytest.raises(ValueError, match="expected a divisor of its 3 rows"):
         marsopt.rule("muon", matrices="batched", splits=2).init(convolution)
-
-
-def test_newton_schulz_of_a_list_takes_batches():
-    ns = NewtonSchulz(dtype=torch.float64)
-    wide = torch.randn(3, 4, 6, dtype=torch.float64)
-    square, one = wide[:, :, :4].clone(), torch.randn(5, 2, dtype=torch.float64)
-    none = wide[:0]
-    found = ns.many([wide, one, square, none])
-    want = [ns(wide), ns(one), ns(square), none]
-    for o, expected in zip(found, want, strict=True):
-        torch.testing.assert_close(o, expected)

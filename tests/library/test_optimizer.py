@@ -221,35 +221,20 @@ def test_lr_of_zero_at_construction():
 # ---- gradients (defects 1, 4, 5) ---------------------------------------------------
 
 
-def in_the_same_storage(p, g, t):
-    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    p.grad.copy_(g)
-
-
-def strided(p, g, t):
-    p.grad = g.mT.contiguous().mT if p.ndim > 1 else torch.stack([g, g], 1)[:, 0]
-
-
-def transposed(p, g, t):
-    """The parameter, between steps: it is updated as it lies."""
-    if t == 2 and p.ndim > 1:
-        p.data = p.data.mT.contiguous().mT
-    p.grad = g
-
-
-@pytest.mark.parametrize("give", [in_the_same_storage, strided, transposed])
-def test_gradients_may_lie_anywhere(give, mode):
-    """1: the authors alias p.grad; zeroing it in place then makes h equal to 0 or g."""
+def test_a_gradient_may_be_zeroed_in_place(mode):
+    """1: the authors alias p.grad, and h is then equal to 0 or g."""
     a, b = twins((4, 4), (4,), (4, 4))
     plain, other = eager(a, lr=LR), build(b, mode, lr=LR)
+    for q in b:
+        q.grad = torch.zeros_like(q)
     for t in range(4):
         fill(a, t)
         for p, q in zip(a, b, strict=True):
-            give(q, p.grad.clone(), t)
+            q.grad.copy_(p.grad)
         with traced():
             plain.step()
             other.step()
-        other.zero_grad(set_to_none=give is not in_the_same_storage)
+        other.zero_grad(set_to_none=False)
     equal(a, b, 1e-7)
 
 
@@ -401,15 +386,6 @@ def test_exact_keeps_what_half_precision_gradients_become_when_scaled():
     torch.testing.assert_close(optimizer.state[p]["last_grad"], want, rtol=1e-6, atol=0)
 
 
-def test_exact_reference_gets_its_own_global_clip():
-    a, b = twins((4, 3), (3, 3))
-    inside, outside = exact(a, max_norm=0.5), exact(b)
-    for t in range(3):
-        protocol(inside, a, t)
-        protocol(outside, b, t, clip=0.5)
-    equal(a, b, 1e-6)
-
-
 def test_exact_mode_under_a_grad_scaler():
     """4: the scaler unscales once per step, and the kept gradient by its own factor."""
     (a,), (b,) = twins((4, 3))
@@ -438,45 +414,6 @@ def test_exact_differs_from_approximate_and_survives_missing_gradients():
         run_protocol(optimizer, params[:1], range(3))
     assert not torch.equal(a[0], b[0])
     equal(a[1:], b[1:])
-
-
-def test_state_and_groups_may_change_within_the_exact_protocol():
-    """h of a group that comes in between starts as 0."""
-    a, b = twins(*SHAPES)
-    late = parameters((2, 2))
-    one, two = exact(a), exact(b)
-    for t in range(3):
-        for optimizer, params in ((one, a), (two, b)):
-            fill(params, 100 + t)
-            optimizer.update_previous_grad()
-            fill(params, t)
-            optimizer.step()
-            m = optimizer.state[params[0]]["exp_avg"]
-            if optimizer is one:
-                m.zero_()
-            else:
-                optimizer.state[params[0]]["exp_avg"] = torch.zeros_like(m)
-            optimizer.update_last_grad()
-    equal(a, b)
-    equal(*([o.state[p]["exp_avg"] for p in x] for o, x in ((one, a), (two, b))))
-    one.update_previous_grad()
-    one.add_param_group({"params": late})
-    fill(a + late, 9)
-    one.step()
-    one.update_last_grad()
-    assert not one.state[late[0]]["last_grad"].any()
-
-
-def test_a_copy_of_exact_mars_may_take_the_last_step():
-    """Before which there is no next batch."""
-    params = parameters(*SHAPES)
-    optimizer = exact(params)
-    run_protocol(optimizer, params, range(2))
-    lists = []
-    for each in (optimizer, copy.deepcopy(optimizer)):
-        lists.append([p for group in each.param_groups for p in group["params"]])
-        run(each, lists[-1], [2])
-    equal(*lists)
 
 
 PREVIOUS, STEP, LAST = "update_previous_grad", "step", "update_last_grad"
@@ -540,28 +477,6 @@ def test_state_is_made_at_construction_and_only_what_is_needed():
         assert set(optimizer.state[vector]) == rest
 
 
-def test_h_in_half_precision(mode):
-    """A quarter of the state's growth by MARS; rounding h is all that it changes."""
-    a, b = twins(*SHAPES)
-    one, two = build(a, mode, lr=LR), build(b, mode, lr=LR, h_dtype=torch.bfloat16)
-    run(one, a, range(4))
-    run(two, b, range(4))
-    assert two.state[b[0]]["last_grad"].dtype == torch.bfloat16
-    assert two.state[b[0]]["exp_avg"].dtype == torch.float32
-    difference = max((p - q).abs().max() for p, q in zip(a, b, strict=True))
-    assert 0 < difference < 1e-2 * 4 * LR
-
-
-def test_a_first_step_in_inference_mode_leaves_later_steps_possible():
-    params = parameters((3, 3), (3,), (3,))
-    optimizer = eager(params, mars_type="adamw")
-    fill(params, 0)
-    with torch.inference_mode():
-        optimizer.step()
-    run(optimizer, params, [1])
-    assert all(float(optimizer.state[p]["step"]) == 2 for p in params)
-
-
 @pytest.mark.parametrize("correction", ["approximate", "exact"])
 def test_under_inference_mode_an_optimizer_is_built_and_loaded_as_outside(correction):
     a, b = twins(*SHAPES)
@@ -581,21 +496,6 @@ def test_under_inference_mode_an_optimizer_is_built_and_loaded_as_outside(correc
 # ---- what it says, and compiles ----------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "correction"),
-    [
-        (dict(is_approx=False), "exact"),
-        ({}, "approximate"),
-        (dict(mars_type="moonlight"), "None"),
-    ],
-)
-def test_printed_it_shows_what_holds_for_all_groups(options, correction):
-    text = repr(eager(parameters((2, 2)), max_norm=0.5, **options))
-    assert text.startswith("MARS (\n") and "\n    mars_type: m" in text
-    assert f"\n    correction: {correction}\n" in text
-    assert "\n    max_norm: 0.5\n" in text and "\nParameter Group 0\n" in text
-
-
 def test_compile_says_what_it_decided(monkeypatch, caplog):
     monkeypatch.setattr(graphs, "missing_for", lambda device: "no C++ compiler")
     with pytest.raises(RuntimeError, match="got compile=True"):
@@ -607,27 +507,19 @@ def test_compile_says_what_it_decided(monkeypatch, caplog):
 
 
 def test_the_first_compiled_step_of_a_process_says_so(of_dynamo, caplog):
-    """Before it is compiled; nothing is said of what runs eagerly, and no gain is
-    promised: a small model with matrices has none.
-    """
+    """Before it is compiled; nothing is said of what runs eagerly."""
     graphs.announce.cache_clear()
-
-    def said():
-        ours = [r for r in caplog.records if r.name.startswith("marsopt")]
-        return [r.getMessage() for r in ours if r.levelno >= logging.WARNING]
-
     params = parameters((2, 2))
     run(eager(params), params, [0])
     optimizer = MARS(params, compile=True)
-    assert not said()
     for seed in range(2):
         fill(params, seed)
         optimizer.step()
     MARS(params, compile=True).step()
-    (line,) = said()
+    warned = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    (line,) = [r.getMessage() for r in warned if r.name.startswith("marsopt")]
     assert "compiling the formulas of the optimizer's step" in line
     assert "some 10 s" in line and "compile=False compiles nothing" in line
-    assert "longer" not in line and "faster" not in line
 
 
 def test_an_outer_compile_leaves_the_step_alone(of_dynamo):
