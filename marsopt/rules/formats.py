@@ -36,17 +36,18 @@ def joined(x: Tensor, low: Tensor | None) -> Tensor:
 
 
 def split(weight: Tensor, bits: int, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return a float32 weight as a parameter and the bits below it.
+    """Return a weight as a parameter and the bits below it.
 
     The parameter is the nearest bfloat16; of two equally near, the larger in size, so
     that 16 bits hold the remainder.
 
     Args:
-        weight: float32.
+        weight: wider than float32, it is first rounded to that.
         bits: 32 keeps the weight as it is. 24 rounds its magnitude up with the
             probability of the part that 24 bits cut off, as ``noise`` decides.
         noise: uniform integers in [0, 2^16), of 24 bits.
     """
+    weight = weight.to(torch.float32)
     # the carry of a NaN with other bits would make a number
     value = torch.where(weight == weight, weight.view(torch.int32), NAN)
     if noise is not None:

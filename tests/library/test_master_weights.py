@@ -164,6 +164,7 @@ CASES = {
 }
 CASES["adamw cautious"] = dict(mars_type="adamw", amsgrad=True, weight_decay=0.1)
 CASES["adamw cautious"] |= dict(cautious_weight_decay=True)
+CASES["results of float64"] = dict(mars_type="moonlight", ns_dtype=torch.float64)
 
 
 @pytest.mark.parametrize("case", CASES)

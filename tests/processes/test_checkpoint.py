@@ -251,6 +251,43 @@ def test_owners_are_found_whatever_the_order_of_calls():
         torch.testing.assert_close(compiled, eager, rtol=0, atol=1e-9)
 
 
+@registered()
+def masters(rank, world, folder, is_start):
+    """Whole weights and low bits of a run that is saved, or loaded."""
+    (place, how), found = placed(world), {}
+
+    def put(x):
+        return place(x.to(torch.bfloat16))
+
+    for rule in ("elementwise", "momentum", "short side"):
+        for bits in (32, 24):
+            model, optimizer = build(put, rule, master_weight_bits=bits, **how)
+            if is_start:
+                walk(model, optimizer, rule, range(3), put)
+                dcp_states.save(model, optimizer, f"{folder}/{rule}{bits}")
+            else:
+                dcp_states.load(model, optimizer, f"{folder}/{rule}{bits}")
+            low = {
+                f"low bits of {n}": optimizer.state[p]["low_bits"]
+                for n, p in model.named_parameters()
+            }
+            for name, x in (optimizer.master_weights() | low).items():
+                # no backend sends int16
+                whole = x.to(torch.int32) if x.dtype == torch.int16 else x
+                found[rule, bits, name] = whole.full_tensor().to(x.dtype)
+    return found
+
+
+def test_master_weights_go_to_other_numbers_of_ranks_to_the_bit(tmp_path):
+    want = spawn(masters, 3, str(tmp_path), True)[0]
+    assert {x.dtype for x in want.values()} == {torch.float32, torch.int16, torch.int8}
+    assert all(x.any() for (_, _, name), x in want.items() if "low" in name)
+    for world in (1, 4):
+        for found in spawn(masters, world, str(tmp_path), False):
+            assert found.keys() == want.keys()
+            assert all(torch.equal(found[key], x) for key, x in want.items())
+
+
 # ---- other state ---------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from marsopt import LOCAL, MARS, REGISTRY, mars
 from marsopt.parallel import MeshCollectives
 from tests.factors import registered
+from tests.library.test_master_weights import BF16, rounded
 from tests.processes import spawn
 from tests.slices import FLATTENED, TENSORS, Several, groups, values
 from tests.table import steady
@@ -297,3 +298,75 @@ def test_a_rule_takes_tensors_cut_by_any_dim():
     for found in spawn(pure, 3):
         for rule, error in found.items():
             assert error < bound(rule), rule
+
+
+# ---- master weights ------------------------------------------------------------------
+
+MASTERS = (
+    "mars-adamw exact", "mars-m approximate", "mars-normuon approximate",
+    "mars-soap approximate",
+)  # fmt: skip
+
+
+@registered()
+def masters(rank, world, cell):
+    """By rule, whether 32 bits are a float32 run, to the bit; and with 24 bits the
+    weights that lie here.
+    """
+    shape, cut, _ = CELLS[cell]
+    mesh = init_device_mesh("cpu", shape)
+    collectives = MeshCollectives(mesh)
+
+    def put(name, x):
+        places = cut(name, x.ndim)
+        return x if places is None else distribute_tensor(x, mesh, places)
+
+    def local(x):
+        return x.to_local() if isinstance(x, DTensor) else x
+
+    def built(tensors, dtype, **more):
+        cast = {n: x.to(BF16).to(dtype) for n, x in values(0, tensors).items()}
+        params = {n: nn.Parameter(put(n, x)) for n, x in cast.items()}
+        more |= dict(collectives=collectives, ns_dtype=torch.float32)
+        return params, MARS(groups(params, tensors), **OPTIONS | RULES[rule] | more)
+
+    found = {}
+    for rule in MASTERS:
+        tensors = tensors_of(rule)
+        narrow, first = built(tensors, BF16, master_weight_bits=32)
+        short, third = built(tensors, BF16, master_weight_bits=24)
+        wide, second = built(tensors, torch.float32)
+        runs = ((narrow, first), (short, third), (wide, second))
+        for seed in range(2 * STEPS):
+            drawn = {n: x.to(BF16) for n, x in values(1 + seed, tensors).items()}
+            for params, optimizer in runs:
+                for name, p in params.items():
+                    p.grad = put(name, drawn[name].to(p.dtype))
+                if seed % 2 == 0:
+                    optimizer.update_previous_grad()
+                else:
+                    optimizer.step()
+                    optimizer.update_last_grad()
+        weights, rest = first.master_weights(), third.master_weights()
+        is_equal = all(
+            weights[n].dtype == torch.float32
+            and type(weights[n]) is type(p.data)
+            and torch.equal(local(weights[n]), local(p.detach()))
+            and torch.equal(local(narrow[n].detach()), rounded(local(p.detach())))
+            for n, p in wide.items()
+        )
+        found[rule] = is_equal, {n: local(x) for n, x in rest.items()}
+    return found
+
+
+@pytest.mark.parametrize("cell", ["3 ranks", "two axes", "mixed", "HSDP"])
+def test_master_weights_of_shards_are_those_of_a_float32_run(cell):
+    """And replicas round alike."""
+    by_rank = spawn(masters, torch.Size(CELLS[cell][0]).numel(), cell, seconds=240)
+    for found in by_rank:
+        assert all(is_equal for is_equal, _ in found.values()), found.keys()
+    if cell == "HSDP":
+        for rank in (0, 1):
+            for rule, (_, weights) in by_rank[rank].items():
+                _, twins = by_rank[rank + 2][rule]
+                assert all(torch.equal(twins[n], x) for n, x in weights.items()), rule
