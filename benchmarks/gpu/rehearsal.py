@@ -105,7 +105,7 @@ def launches_of(runner: Kernels, binding: Binding) -> list[Launch]:
         name = function.fn.__name__
         found.append(Launch(kernel, name, tuple(types), tuple(sizes.items())))
 
-    grads, has_grad = binding.gather()
+    grads, has_grad = binding.gather(runner.printed)
     with mock.patch.object(Kernel, "_launch", note):
         step(
             binding.groups,

@@ -4,11 +4,11 @@ gradients and state as the groups of a step, and says when they have changed.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
-from operator import attrgetter, call, is_, itemgetter
+from itertools import chain, compress
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -31,14 +31,16 @@ from marsopt.rules.numerics import working, working_dtype
 from marsopt.rules.registry import STATE_KEYS
 from marsopt.step import kernels
 from marsopt.step.decide import Decision, Inputs, largest_square
-from marsopt.step.leaf import Leaf, index_of, leaf_of, memory_of
+from marsopt.step.leaf import Leaf, common_dtype, index_of, leaf_of, memory_of
 from marsopt.step.leaf import is_dense as is_memory
 from marsopt.step.owners import LOCAL, Collectives, OwnerBuffer, Tensors
 from marsopt.step.step import Gradients, Group, MatrixLeaves, exchanges_of
 
 PATTERNS = 64  # of missing gradients that are kept: a mixture of experts has no end
 
-FORM = attrgetter("shape", "dtype")
+# of many tensors each is read by ``map``: a loop of Python takes three times as long
+GRAD, LAYOUT, SHAPE = map(attrgetter, ("grad", "layout", "shape"))
+DTYPE, PARAMS = attrgetter("dtype"), itemgetter("params")
 
 
 @dataclass(eq=False)
@@ -60,6 +62,7 @@ class BoundFormula(Group):
 
     Args:
         inputs, leaves: as ``Group`` has them.
+        first: the number of its first parameter among all formulas'.
         members: its parameters, in the order of the leaves.
         table: the numbers of their param groups.
         packs: of each leaf, the tensors that a step copies into it, if there are.
@@ -71,18 +74,17 @@ class BoundFormula(Group):
         self,
         inputs: Inputs,
         leaves: Sequence[Leaf],
+        first: int,
         members: Sequence[Member],
         table: Table,
         packs: Sequence[Pack | None],
         counts: tuple[list[Tensor], list[Tensor]],
     ) -> None:
         super().__init__(inputs, leaves)
-        self.members, self.table, self.packs, self.counts = (
-            members,
-            table,
-            packs,
-            counts,
-        )
+        self.first, self.members, self.table = first, members, table
+        self.packs, self.counts = packs, counts
+        self.params = [member.p for member in members]
+        self.in_order = not any(packs) and all(leaf.strides == () for leaf in leaves)
         rest = iter(members)
         of_leaves = [[next(rest) for _ in leaf.params] for leaf in leaves]
         pairs = zip(packs, of_leaves, strict=True)
@@ -149,11 +151,13 @@ class Binding:
         self._formulas = list(by_formula.values())
         self.members = [member for members in self._formulas for member in members]
         self.params = [member.p for member in self.members]
-        self._kept = [_keys_of(member.algorithm) for member in self.members]
+        self._kept = [_keys_of(members[0].algorithm) for members in self._formulas]
         with_member = set(self.params)
         self._idle = [p for p in self._every if p not in with_member]
         self.groups: list[BoundFormula] = []
         self.exchanges: list[list[MatrixLeaves]] = []
+        self._entries: list[list[Any]] = []  # of the state, by formula
+        self._in_state: tuple[list[Any], list[Any]] = [], []  # keys, and entries
         self._is_stale = False  # whether a gather was broken off
         self._grad_masks: dict[tuple[bool, ...], Tensor] = {}
 
@@ -175,12 +179,16 @@ class Binding:
             parts = None if before is None else before.parts_at_owners
             _attach_owned(together, state, parts, self.collectives)
         # last, for it holds the counts of all that has restarted
-        self.groups = [self._group(members) for members in self._formulas]
+        self.groups = []
+        for members in self._formulas:
+            self.groups.append(self._group(members))
+        self._counts = [group.inputs.t for group in self.groups]
         is_local = self.collectives is LOCAL
         is_batch = bool(self.params) and takes_batches(self.params[0].device, is_local)
         self.exchanges = exchanges_of(self.groups, is_local, is_batch)
         _drop_unstepped(state, self._every)
-        self._bound_fingerprint = self._fingerprint(self.param_groups)
+        self._held, self._bound_form = [*self._tensors()], self._form(self.param_groups)
+        self._places = self._memory()
 
     def _group(self, members: Sequence[Member]) -> BoundFormula:
         """Return the parameters of one formula as a group of a step; the state gets
@@ -246,7 +254,8 @@ class Binding:
         dtype = working_dtype(ordered[0].piece)
         index = index_of(singles)
         inputs = Inputs(algorithm, table.values, by_norm, index, t, dtype)
-        return BoundFormula(inputs, singles, ordered, table, packs, counts)
+        first = sum(len(group.members) for group in self.groups)
+        return BoundFormula(inputs, singles, first, ordered, table, packs, counts)
 
     # ---- buffers of owners -----------------------------------------------------------
 
@@ -293,7 +302,7 @@ class Binding:
 
     def covers(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Return whether the groups hold the parameters that this was made for."""
-        params = [p for group in groups for p in group["params"]]
+        params = list(chain.from_iterable(map(PARAMS, groups)))
         return len(params) == len(self._every) and all(map(is_, params, self._every))
 
     def is_current(self, groups: Sequence[dict[str, Any]], state: State) -> bool:
@@ -304,10 +313,45 @@ class Binding:
             return (
                 state is self._state
                 and all(map(Row.fits, self._rows))
-                and self._fingerprint(groups) == self._bound_fingerprint
+                and self.covers(groups)
+                and self._form(groups) == self._bound_form
+                and all(map(is_, self._tensors(), self._held))
+                and self._memory() == self._places
             )
         except (KeyError, TypeError):  # state was deleted, or is no tensor any more
             return False
+
+    def _form(self, groups: Sequence[dict[str, Any]]) -> tuple[list[Any], ...]:
+        """Return which groups there are, how many parameters each has, and which of the
+        parameters without a formula take part in steps.
+        """
+        nums = map(len, map(PARAMS, groups))
+        is_moved = map(partial(moves, state=self._state), self._idle)
+        return list(map(id, groups)), list(nums), list(is_moved)
+
+    def _tensors(self) -> Iterator[Any]:
+        """Return all that the state holds for the formulas."""
+        state, (params, entries) = self._state, self._in_state
+        is_same = len(state) == len(params) and all(map(is_, state, params))
+        if not is_same or not all(map(is_, state.values(), entries)):
+            # each lookup calls Tensor.__hash__
+            self._in_state = [*state], [*state.values()]
+            self._entries = [[state.get(m.p) for m in ms] for ms in self._formulas]
+        of_formulas = map(map, self._kept, self._entries)
+        return chain.from_iterable(chain.from_iterable(of_formulas))
+
+    def _memory(self) -> tuple[list[Any], ...]:
+        """Return the addresses of parameters and state, which ``tensor.data = ...``
+        changes, and the shapes and strides of parameters. No other tensor is at such an
+        address, since the binding keeps its memory.
+        """
+        params, held = self.params, self._held
+        fake = bool(params) and is_fake(params[0])  # it has no address
+        if self.collectives is not LOCAL:
+            params = list(map(self.collectives.local, params))
+            held = list(map(self.collectives.local, held))
+        places = list(map(id if fake else Tensor.data_ptr, chain(params, held)))
+        return places, list(map(SHAPE, params)), list(map(Tensor.stride, params))
 
     def has_left(self) -> bool:
         """Return whether the last tensor of the state is another, or elsewhere: loops
@@ -317,42 +361,17 @@ class Binding:
             return False
         entry = self._state.get(self.params[-1], {})
         last = self._kept[-1](entry)[-1] if entry else None
-        *_, before = self._bound_fingerprint[3]
-        if last is None or id(last) != before:
+        if last is None or last is not self._held[-1]:
             return True
-        *_, address = self._bound_fingerprint[4]
+        address = self._places[0][-1]
         return not is_fake(last) and self.collectives.local(last).data_ptr() != address
 
     def release(self) -> None:
         """Let go of all state: the next step makes another binding."""
-        self._state, self.groups, self.exchanges = {}, [], []
+        self._state, self.groups, self.exchanges, self._counts = {}, [], [], []
+        self._held, self._entries, self._in_state = [], [], ([], [])
         for member in self.members:
             member.state, member.owned = {}, ()
-
-    def _fingerprint(self, groups: Sequence[dict[str, Any]]) -> tuple[list[Any], ...]:
-        """Return all that a binding depends on: which groups hold which parameters, by
-        which formulas they move, which tensors the state holds of them, and where all
-        of these lie.
-        """
-        lists = list(map(itemgetter("params"), groups))
-        params = list(chain.from_iterable(lists))
-        entries = map(self._state.get, self.params)
-        of_each: Iterator[Any] = map(call, self._kept, entries)  # type: ignore[arg-type]
-        held = list(chain.from_iterable(of_each))
-        tensors = [*self.params, *held]
-        fake = bool(self.params) and is_fake(self.params[0])  # it has no address
-        if self.collectives is not LOCAL:
-            tensors = list(map(self.collectives.local, tensors))
-        return (
-            [*map(id, groups), *map(id, params)],
-            list(map(len, lists)),
-            list(map(partial(moves, state=self._state), self._idle)),
-            list(map(id, held)),
-            # tensor.data = ... moves it
-            list(map(id if fake else Tensor.data_ptr, tensors)),
-            list(map(FORM, tensors[: len(self.params)])),
-            list(map(Tensor.stride, tensors[: len(self.params)])),
-        )
 
     def _refuse_layout(self) -> None:
         for p, what in labels(self.param_groups):
@@ -364,10 +383,14 @@ class Binding:
 
     # ---- a step ----------------------------------------------------------------------
 
-    def gather(self) -> tuple[Gradients, Tensor]:
+    def gather(self, printed: Container[Algorithm] = ()) -> tuple[Gradients, Tensor]:
         """Return the gradient of each leaf of each group, (P, n), None if there is
         none; and which of N norms have one (N,), bool. The tables of the groups have
         the param groups' present numbers then.
+
+        Args:
+            printed: the formulas of kernels, which read gradients by their addresses:
+                the gradients of these have one dtype and any shape.
 
         Raises:
             ValueError: a hyperparameter out of its range, or a sparse gradient.
@@ -379,7 +402,7 @@ class Binding:
         for row in self._rows:
             is_changed = row.refresh() or is_changed
         local, is_local = self.collectives.local, self.collectives is LOCAL
-        grads: list[list[Tensor | None]] = []
+        grads: list[Sequence[Tensor | None]] = []
         has: list[bool] = []
         for group in self.groups:
             views, entries = group.counts
@@ -389,27 +412,28 @@ class Binding:
                 group.table.send()
             if group.algorithm.has_stages:
                 group.stages = self._stages(group)
-            of_group = [m.p.grad for m in group.members]
-            if any(g is not None and g.layout != torch.strided for g in of_group):
+            of_group = list(map(GRAD, group.params))
+            has_grads = [g is not None for g in of_group]
+            present = of_group if all(has_grads) else compress(of_group, has_grads)
+            if not set(map(LAYOUT, present)) <= {torch.strided}:
                 self._refuse_layout()
-            has += [g is not None for g in of_group]
+            has += has_grads
             if not is_local:
                 of_group = [
                     torch.zeros_like(m.piece) if g is None else local(g, m.p)
                     for g, m in zip(of_group, group.members, strict=True)
                 ]
-            grads.append(_of_leaves(group, of_group, self.is_printed))
+            grads.append(_of_leaves(group, of_group, printed))
         self._is_stale = False
         return grads, self._has_grad(tuple(has))
 
     def _stages(self, group: BoundFormula) -> list[Hashable]:
         """Return the stage of each parameter's matrices in this step."""
-        first = sum(len(g.members) for g in self.groups[: self.groups.index(group)])
         stage = group.algorithm.matrix_preconditioner.stage
         counts = [self._state[member.p][STAGE_COUNT] for member in group.members]
         return [
             stage(0 if is_fake(count) else int(count), number)
-            for number, count in enumerate(counts, first)
+            for number, count in enumerate(counts, group.first)
         ]
 
     def _has_grad(self, pattern: tuple[bool, ...]) -> Tensor:
@@ -448,21 +472,16 @@ class Binding:
             decision: the step's.
             skipped: the count of skipped steps, 0-D.
         """
-        counts = [group.inputs.t for group in self.groups]
-        torch._foreach_copy_(counts, decision.t)
-        written = list[Tensor]()
+        torch._foreach_copy_(self._counts, decision.t)
         for group, of_group in zip(self.groups, grads, strict=True):
             views, entries = group.counts
             if views:
                 torch._foreach_copy_(entries, views)
-            for g, pack, tensors in zip(
-                of_group, group.packs, group.written, strict=True
-            ):
-                if g is not None and pack is not None:
-                    pack.scatter()
-                elif g is not None:
-                    written += tensors
-        torch.autograd.graph.increment_version(written)
+            is_stepped = [g is not None for g in of_group]
+            for pack in filter(None, compress(group.packs, is_stepped)):
+                pack.scatter()
+            written = compress(group.written, is_stepped)
+            torch.autograd.graph.increment_version(chain.from_iterable(written))
         skipped += decision.finite.logical_not()
         for group in self.groups:
             if group.algorithm.has_stages:
@@ -546,16 +565,21 @@ def takes_batches(device: torch.device, is_local: bool) -> bool:
 
 
 def _of_leaves(
-    group: BoundFormula, grads: Sequence[Tensor | None], is_printed: bool
-) -> list[Tensor | None]:
+    group: BoundFormula,
+    grads: Sequence[Tensor | None],
+    printed: Container[Algorithm],
+) -> Sequence[Tensor | None]:
     """Return the gradient of each leaf, None if there is none: (P, n) but for kernels,
     which read its address, since a view costs a GPU's host 3 us.
 
     Args:
         group: a formula's leaves.
         grads: of each parameter, the gradient of its piece.
-        is_printed: whether kernels update the leaves.
+        printed: the formulas of kernels.
     """
+    is_printed = group.algorithm in printed
+    if is_printed and group.in_order and _are_in_order(grads):
+        return grads
     rest, found = iter(grads), list[Tensor | None]()
     for leaf, pack in zip(group.leaves, group.packs, strict=True):
         of_leaf = [next(rest) for _ in leaf.params]
@@ -566,7 +590,20 @@ def _of_leaves(
             (g,) = of_leaf
             laid = leaf.laid_out if is_printed else leaf.as_parts
             found.append(None if g is None else laid(g))
+    if is_printed:
+        dtype = common_dtype(found, group.leaves[0].x.dtype)
+        found = [None if g is None else g.to(dtype) for g in found]
     return found
+
+
+def _are_in_order(grads: Sequence[Tensor | None]) -> bool:
+    """Return whether all gradients are contiguous, and of one dtype."""
+    present = [g for g in grads if g is not None]
+    return (
+        all(map(Tensor.is_contiguous, present))
+        and not any(map(Tensor.is_neg, present))
+        and len(set(map(DTYPE, present))) <= 1
+    )
 
 
 def _keys_of(algorithm: Algorithm) -> itemgetter[Any]:

@@ -473,8 +473,9 @@ class MARS(Optimizer):
             return
         if self._next_grads.is_used:
             self._next_grads.check_may_step()
+        runner = self._make_runner()
         with named_range("marsopt: gather"):
-            grads, has_grad = binding.gather()
+            grads, has_grad = binding.gather(runner.printed)
         if isinstance(bound := self._options["max_norm"], Tensor):
             assert self._max_norm is not None
             self._max_norm.copy_(bound)
@@ -484,7 +485,7 @@ class MARS(Optimizer):
             grads,
             max_norm=self._max_norm,
             collectives=binding.collectives,
-            runner=self._make_runner(),
+            runner=runner,
             has_grad=has_grad,
         )
         decision = outcome.decision

@@ -10,11 +10,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, promote_types
+from torch import Tensor
 
 from marsopt.rules.component import Algorithm
 from marsopt.step.decide import num_columns
-from marsopt.step.leaf import Leaf, Parts, memory_of
+from marsopt.step.leaf import Leaf, Parts, common_dtype, memory_of
 
 SMALL = 4096  # elements; a copy of fewer costs less than a call of a graph
 WIDTH = 64  # elements of a row of small tensors, or a divisor: a cache line or more
@@ -120,11 +120,8 @@ class Pack:
                 torch.cat(copy.lines, out=copy.rows.view(-1))
             else:
                 torch._foreach_copy_(copy.views, copy.held)
-        dtype = None
-        for g in grads:
-            if g is not None and g.dtype != dtype:
-                dtype = g.dtype if dtype is None else promote_types(dtype, g.dtype)
-        if dtype not in (None, self._g.dtype):
+        dtype = common_dtype(grads, self._g.dtype)
+        if dtype != self._g.dtype:
             self._g, self._gs = self._empty(dtype)
         zero, found = self._zero.to(self._g.dtype), list[Tensor]()
         for g, view in zip(grads, self._gs, strict=True):

@@ -26,7 +26,6 @@ from torch.utils import _pytree as pytree
 from marsopt.rules.component import Algorithm
 from marsopt.rules.numerics import scalar_dtype
 from marsopt.step import kernels
-from marsopt.step.leaf import Leaf, memory_of
 from marsopt.step.step import (
     ROW,
     Formula,
@@ -260,11 +259,6 @@ def call(kind: Call, tensors: list[Tensor]) -> Any:
     return kind.function(*pytree.tree_unflatten(leaves, kind.spec))
 
 
-def _as_parts(leaf: Leaf, x: Tensor) -> Tensor:
-    """Return an operand as (P, n): gradients that were laid out for kernels are not."""
-    return x if x.shape == leaf.x.shape else memory_of(x, leaf.x.shape)
-
-
 class Graphs:
     """A runner that writes new values into operands.
 
@@ -278,7 +272,7 @@ class Graphs:
         say: told, with a level of logging, why graphs run eagerly.
     """
 
-    writes = True
+    writes, printed = True, frozenset[Algorithm]()
     # while a profile asks for it: of each run of a graph, in order, its key and how
     # many elements it went over
     runs: ClassVar[list[tuple[Hashable, int]] | None] = None
@@ -296,7 +290,6 @@ class Graphs:
                 num = 1 if hs is None else 3
                 sums.append(leaf.x.new_zeros(len(leaf.norms), num, dtype=dtype))
                 continue
-            g = _as_parts(leaf, g)
             tensors = [g] if hs is None else [g, hs[n]]
             sums.append(self._compute(measure, g.shape[1] >= ROW, tensors))
         return torch.cat(sums)
@@ -311,10 +304,9 @@ class Graphs:
     ) -> list[Results | None]:
         kind = Update(function, leaves.algorithm, tuple(operands))
         results: list[Results | None] = []
-        pairs = zip(leaves.leaves, leaves.rows, strict=True)
         columns = zip(*operands.values(), strict=True)
-        for (leaf, rows), of_leaf in zip(pairs, columns, strict=True):
-            tensors = [_as_parts(leaf, x) for x in of_leaf if x is not None]
+        for rows, of_leaf in zip(leaves.rows, columns, strict=True):
+            tensors = [x for x in of_leaf if x is not None]
             if len(tensors) < len(of_leaf):
                 results.append(None)
                 continue

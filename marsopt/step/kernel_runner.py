@@ -163,7 +163,7 @@ class Kernels:
     def __init__(self, groups: Sequence[Group], graphs: Graphs, say: Say) -> None:
         self._graphs, self._say = graphs, say
         self._sets: dict[Any, tuple[UpdateKernel | SumsKernel, LaunchSet]] = {}
-        self._printed = {g.algorithm for g in groups if self._has_kernel(g)}
+        self.printed = {g.algorithm for g in groups if self._has_kernel(g)}
 
     def _has_kernel(self, group: Group) -> bool:
         """Return whether a kernel computes a group's update. A user's component may
@@ -195,7 +195,7 @@ class Kernels:
         return list(self._sets.values())
 
     def reduce(self, leaves: Leaves, grads: Sequence[Tensor | None]) -> Tensor:
-        if leaves.algorithm not in self._printed:
+        if leaves.algorithm not in self.printed:
             return self._graphs.reduce(leaves, grads)
         dtype, grads = in_one_dtype(grads, torch.float32)
         operands, dtypes = {"g": grads}, {"g": dtype}
@@ -213,7 +213,7 @@ class Kernels:
         ok: Tensor,
         table: Tensor,
     ) -> list[Results | None]:
-        if leaves.algorithm not in self._printed:
+        if leaves.algorithm not in self.printed:
             return self._graphs.map(function, leaves, operands, ok, table)
         columns, dtypes = dict[str, Sequence[Tensor | None]](), {}
         default = leaves.leaves[0].x.dtype

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -95,8 +96,6 @@ class Leaf(NamedTuple):
         """Return a tensor whose memory has the order of this leaf's: a piece, or a copy
         of it if it has another layout.
         """
-        if self.strides is None:
-            return piece.reshape(self.x.shape)
         is_laid = piece.stride() == self.strides
         if not self.strides:
             is_laid = piece.is_contiguous()
@@ -110,8 +109,9 @@ class Leaf(NamedTuple):
 
     def as_parts(self, piece: Tensor) -> Tensor:
         """Return the memory of a piece that is laid out as this leaf, (P, n)."""
-        piece, shape = self.laid_out(piece), self.x.shape
-        return piece if self.strides is None else memory_of(piece, shape)
+        if self.strides is None:
+            return piece.reshape(self.x.shape)
+        return memory_of(self.laid_out(piece), self.x.shape)
 
     def as_pieces(self, parts: Tensor) -> Sequence[Tensor]:
         """Return the piece of each of the params, from values (P, n)."""
@@ -130,6 +130,12 @@ def memory_of(piece: Tensor, shape: Sequence[int]) -> Tensor:
     parts = torch.empty(0, dtype=piece.dtype, device=piece.device)
     start, size = piece.storage_offset(), torch.Size(shape)
     return parts.set_(piece.untyped_storage(), start, size, (size[1], 1))
+
+
+def common_dtype(tensors: Iterable[Tensor | None], default: torch.dtype) -> torch.dtype:
+    """Return the dtype that holds all tensors, ``default`` if there are none."""
+    dtypes = {x.dtype for x in tensors if x is not None}
+    return reduce(torch.promote_types, dtypes) if dtypes else default
 
 
 def is_dense(piece: Tensor, num_parts: int) -> bool:

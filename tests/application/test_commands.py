@@ -52,24 +52,18 @@ def test_an_error_is_one_line(name):
     assert line.startswith(told)
 
 
-def test_several_mistakes_are_several_lines():
-    code, _, err = called(raises(UserError("got 1", "got 2")))
-    assert (code, err) == (2, "error: got 1\nerror: got 2\n")
-
-
 UNREAD = """
 from train.errors import command
-command(lambda: print("a line\\n" * MANY))
+command(lambda: print("a line\\n" * 100_000))
 """
 
 
-@pytest.mark.parametrize("many", [1, 100_000])
-def test_output_that_nobody_reads_ends_a_command_as_others(many):
+def test_output_that_nobody_reads_ends_a_command_as_others():
     """As ``| head -1``: 141 is 128 + SIGPIPE, which the shell shows of others."""
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-c", UNREAD.replace("MANY", str(many))],
+        [sys.executable, "-c", UNREAD],
         cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60,
     )  # fmt: skip
     os.close(writer)
@@ -79,8 +73,7 @@ def test_output_that_nobody_reads_ends_a_command_as_others(many):
 @pytest.mark.parametrize(
     "change",
     [
-        dict(RANK="first"), dict(RANK="1"), dict(RANK="-1"), dict(WORLD_SIZE="two"),
-        dict(WORLD_SIZE="0"), dict(WORLD_SIZE=None),
+        dict(RANK="first"), dict(RANK="1"), dict(WORLD_SIZE="0"), dict(WORLD_SIZE=None),
     ],
     ids=str,
 )  # fmt: skip

@@ -13,10 +13,8 @@ from train.files import (
     discard,
     hold,
     made_whole,
-    remove_folder,
     replacing,
     unfinished,
-    workspace,
     write,
     write_json,
 )
@@ -39,17 +37,6 @@ def test_what_fails_leaves_the_file_and_no_draft(folder):
     check_writable(folder / "new")
     with pytest.raises(UserError, match="expected a file"):
         check_writable(folder)
-
-
-def test_of_a_link_the_link_is_deleted(folder, tmp_path):
-    (tmp_path / "user").mkdir()
-    (tmp_path / "user/thesis").write_text("years")
-    (folder / "link").symlink_to(tmp_path / "user")
-    remove_folder(folder / "link")
-    (folder / "link").symlink_to(tmp_path / "user")
-    remove_folder(folder)
-    assert not folder.exists()
-    assert (tmp_path / "user/thesis").read_text() == "years"
 
 
 @pytest.mark.parametrize("name", ["thesis", "thesis.tmp", ".thesis.json.tmp"])
@@ -81,13 +68,3 @@ def test_one_process_at_a_time_has_a_folder(folder):
         hold(folder, "--dump-folder")
     os.close(held)
     os.close(hold(folder, "--dump-folder"))
-
-
-def test_a_library_that_cannot_write_is_an_error_of_the_system(tmp_path):
-    """As safetensors says it, which is written in Rust."""
-    said = "I/O error: No space left on device (os error 28)"
-    with pytest.raises(OSError, match="no space left"), workspace(tmp_path / "out"):
-        raise RuntimeError(said)
-    with pytest.raises(RuntimeError), workspace(tmp_path / "out"):
-        raise RuntimeError("another error")
-    assert not any(tmp_path.iterdir())

@@ -9,10 +9,7 @@ import re
 import shutil
 import subprocess
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -35,7 +32,6 @@ from tests.application.made import (
     starts_from_weights,
 )
 from train import prepare
-from train.data.shards import Ledger
 from train.gpt2 import huggingface
 from train.runs import checkpoints, checksums
 
@@ -53,41 +49,22 @@ def test_what_is_damaged_below_works_whole(act, place):
 
 # ---- JSON files ----------------------------------------------------------------------
 
-VALUES = {"null": "null", "negative": "-5", "text": '"x"', "absent": None}
+VALUES = {"null": "null", "negative": "-5", "absent": None}
 MODEL = ("model_spec.model", "shape")
-# each file, who reads it, and places in it with the values that are right there
+# each file, who reads it, and places in it that have no such values
 JSON = {
-    "meta": ("data/meta.json", losses, {
-        ("tokenizer",): {}, ("vocab_size",): {}, ("source",): {},
-        ("val", "tokens"): {}, ("val", "text_bytes"): {"null"}, ("val", "sha256"): {},
-    }),
-    "meta, recognised": ("data/meta.json", prepares, {
-        ("source", "files"): {}, ("source", "val_fraction"): {},
-    }),
-    "settings": ("run/settings.json", losses, {
-        (*MODEL, "width"): {}, ("training.seq_len",): {}, ("tokenizer.name",): {},
-        MODEL: {},
-    }),
-    "settings, gone on by": ("run/settings.json", goes_on, {("optimizer.lr",): {}}),
-    "settings, started by": ("run/settings.json", starts, {("optimizer.lr",): {}}),
-    "note": ("noted/shape.json", reads_note, {
-        ("num_layers",): {}, ("inverse_layer_scale",): {"absent"},
-    }),
-    "config": ("hf/config.json", imports, {
-        ("n_layer",): {}, ("vocab_size",): {}, ("model_type",): {},
-        ("n_inner",): {"null", "absent"}, ("activation_function",): {"absent"},
-        ("tie_word_embeddings",): {"absent"},
-    }),
+    "meta": ("data/meta.json", losses, [
+        ("tokenizer",), ("vocab_size",), ("source",), ("val", "tokens"),
+        ("val", "sha256"),
+    ]),
+    "settings": ("run/settings.json", losses, [
+        (*MODEL, "width"), ("training.seq_len",), ("tokenizer.name",), MODEL,
+    ]),
+    "settings, gone on by": ("run/settings.json", goes_on, [("optimizer.lr",)]),
+    "config": ("hf/config.json", imports, [("n_layer",), ("vocab_size",)]),
 }  # fmt: skip
-# whatever else lies in the place of a file that a command reads
-LIES = {
-    "dead link": lambda path: path.symlink_to("/none/none"),
-    "folder": lambda path: path.mkdir(),
-    "empty": b"",
-    "torn": b"{",
-    "no UTF-8": b"\xff\xfe",
-    "a number": b"3",
-}
+# whatever lies in the place of a file that a command reads
+LIES = (b"", b"{", b"\xff\xfe", b"3")
 READ = {
     "data/meta.json": losses,
     "data/val.bin": losses,
@@ -116,31 +93,24 @@ def damage(path, at, text):
 def test_a_wrong_value_in_a_json_file_is_one_line(name, place):
     file, act, places = JSON[name]
     whole = (place / file).read_bytes()
-    for at, right in places.items():
-        for what, text in VALUES.items():
+    for at in places:
+        for text in VALUES.values():
             (place / file).write_bytes(whole)
             damage(place / file, at, text)
-            if what not in right:
-                refused(*act(place))
-                continue
-            code, _, err = called(*act(place))
-            assert code == 0, (at, what, err)
-            shutil.rmtree(place / "out", ignore_errors=True)
+            refused(*act(place))
 
 
 @pytest.mark.parametrize("file", READ)
-def test_whatever_lies_in_the_place_of_a_file_is_one_line(file, made, tmp_path):
-    for name, what in LIES.items():
-        place = shutil.copytree(made, tmp_path / name)
-        path = place / file
-        path.unlink()
-        path.write_bytes(what) if isinstance(what, bytes) else what(path)
+def test_whatever_lies_in_the_place_of_a_file_is_one_line(file, place):
+    path = place / file
+    for raw in LIES:
+        path.write_bytes(raw)
         said = refused(*READ[file](place))
         assert path.name in said or str(place) in said
 
 
 def test_shards_lie_in_their_folder(place):
-    for name in ("../run/val.bin", "/etc/passwd", "a/b.bin", ".."):
+    for name in ("../run/val.bin", "/etc/passwd"):
         shards = json.dumps({name: "0" * 64})
         damage(place / "data/meta.json", ("val", "shards"), shards)
         assert "val.shards" in refused(*losses(place)), name
@@ -161,13 +131,6 @@ def changed(name, change):
 def bit(raw):
     at = len(raw) // 2
     return raw[:at] + bytes([raw[at] ^ 4]) + raw[at + 1 :]
-
-
-def other_step_s(name):
-    def act(step, mark):
-        shutil.copy(step.with_name(f"step-{OLDER}") / name, step)
-
-    return act
 
 
 def lost(name):
@@ -194,7 +157,6 @@ DAMAGED = {
         r"distcp is missing or shorter than its \.metadata says",
     ),
     "lost data": (lost(DATA), r"__0_0\.distcp is missing or shorter"),
-    "another step's data": (other_step_s(DATA), "with SHA-256"),
     "torn index": (
         changed(INDEX, lambda raw: raw[:100]),
         r"\.metadata that does not read",
@@ -204,7 +166,6 @@ DAMAGED = {
         rf"/step-{NEWEST} without \.metadata, expected",
     ),
     "a bit of sums": (changed(SUMS, bit), "with SHA-256"),
-    "another step's sums": (other_step_s(SUMS), "with SHA-256"),
     "a call": (call_before_the_index, r"it names posix\.system"),
 }
 OF_CHECKPOINTS = (goes_on, starts, starts_from_weights, samples_run, exports, losses)
@@ -250,71 +211,6 @@ def test_an_old_checkpoint_is_believed_and_that_is_said_once(place, caplog):
     assert said.startswith(f"{place / STEP} has no SHA256SUMS, so that damage would")
 
 
-# sizes that its settings say, beside the layer of width 8 that it has
-OTHERS = {
-    "width": (16, "it is of another model"),
-    "num_layers": (3, r"layers\.1\.\S+ of shape None"),
-    "block_size": (32, r"wpe\.weight of shape \(16, 8\)"),
-}
-
-
-@pytest.mark.parametrize("field", OTHERS)
-def test_a_checkpoint_of_another_model_is_refused(field, place):
-    size, message = OTHERS[field]
-    damage(place / "run/settings.json", (*MODEL, field), size)
-    assert re.search(message, refused(*exports(place)))
-
-
-# ---- unfinished work of prepare ------------------------------------------------------
-
-
-@pytest.fixture
-def unfinished(tmp_path, monkeypatch):
-    """A command that was stopped after its second shard, and its folder."""
-    (tmp_path / "corpus").mkdir()
-    texts = pa.table({"text": [f"some text {i}" for i in range(60)]})
-    pq.write_table(texts, tmp_path / "corpus/a.parquet")
-    save = Ledger.save
-
-    def stopped(self, work):
-        save(self, work)
-        if len(self.shards) == 2:
-            raise KeyboardInterrupt
-
-    def begin(source):
-        act = (
-            *(prepare.main, "--source", source, "--dataset", tmp_path / "corpus"),
-            *("--tokenizer", "bytes", "--shard-tokens", 200, "--processes", 1),
-            *("--out", tmp_path / "out"),
-        )
-        with monkeypatch.context() as patch:
-            patch.setattr(Ledger, "save", stopped)
-            assert called(*act)[0] == 130
-        return act, tmp_path / ".out.unfinished"
-
-    return begin
-
-
-@pytest.mark.parametrize("source", ["openwebtext", "fineweb-edu"])
-def test_ledgers_and_plans_that_were_altered(source, unfinished, tmp_path):
-    act, work = unfinished(source)
-    kept = shutil.copytree(work, tmp_path / "kept")
-
-    def restored(name="ledger.json"):
-        shutil.rmtree(work)
-        return shutil.copytree(kept, work) / name
-
-    for at in (("shards",), ("shards", 0, "tokens"), ("skip",), ("complete",)):
-        damage(restored(), at, VALUES["text"])
-        assert work.name in refused(*act)
-    for name in ("ledger.json", "plan.json"):
-        for text in (b"", b"{", b"3"):
-            restored(name).write_bytes(text)
-            assert work.name in refused(*act)
-    restored()
-    assert called(*act)[0] == 0
-
-
 # ---- weights of others ---------------------------------------------------------------
 
 
@@ -356,14 +252,6 @@ WEIGHTS = {
         tensors(**{f"{P}h.0.mlp.c_fc.bias": torch.ones(32)}),
         "got h.0.mlp.c_fc.bias that is not zero",
     ),
-    "two names": (
-        tensors(**{"wte.weight": torch.zeros(257, 8)}),
-        "got wte.weight twice",
-    ),
-    "a head of its own": (
-        tensors(**{f"{P}lm_head.weight": torch.ones(257, 8)}),
-        "got an lm_head.weight of its own",
-    ),
     "a missing tensor": (
         tensors(**{f"{P}h.0.ln_2.weight": None}),
         "got h.0.ln_2.weight of shape (0,)",
@@ -391,75 +279,20 @@ def test_weights_that_a_model_cannot_have(name, place):
     assert not (place / "out").exists()
 
 
-def test_weights_in_several_files(place):
-    """With an index, which names files beside it; a tensor lies in one of them."""
-    folder = place / "hf"
-    kept = load_file(folder / huggingface.WEIGHTS)
-    files = {name: f"{i % 2}.safetensors" for i, name in enumerate(sorted(kept))}
-
-    def save(extra=()):
-        for file in set(files.values()):
-            mine = {n: t for n, t in kept.items() if files[n] == file or n in extra}
-            save_file(mine, folder / file)
-
-    gone(folder)
-    save()
-    index = folder / huggingface.INDEX
-    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": files}))
+def test_weights_in_several_files_lie_in_their_folder(place):
+    index = place / "hf" / huggingface.INDEX
+    kept = load_file(place / "hf" / huggingface.WEIGHTS)
+    save_file(kept, place / "hf" / "0.safetensors")
+    gone(place / "hf")
+    shutil.copy(place / "hf" / "0.safetensors", place)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(kept, "0.safetensors")}))
     assert called(*imports(place))[0] == 0
-    shutil.copy(folder / "0.safetensors", place)
-    outside = str((place / "0.safetensors").resolve())
-    for text in ("../0.safetensors", outside, "", "x", 3, None, ["0.safetensors"]):
-        index.write_text(json.dumps({"weight_map": files | {min(files): text}}))
+    for text in ("../0.safetensors", str((place / "0.safetensors").resolve()), "x", 3):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(kept, text)}))
         assert "weight_map" in refused(*imports(place)), text
-    for text in ("{}", "[]", '{"weight_map": {}}', '{"weight_map": [1]}'):
-        index.write_text(text)
-        assert huggingface.INDEX in refused(*imports(place))
-    index.write_text(json.dumps({"weight_map": files}))
-    save(extra=[WTE])
-    assert "got wte.weight twice" in refused(*imports(place))
 
 
-# ---- tokenizers and rows of others ---------------------------------------------------
-
-
-def of_one_word(kind, **more):
-    names = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-    model = {"type": kind, "vocab": {"b": 0}, **more}
-    return dict.fromkeys(names) | {"added_tokens": [], "model": model}
-
-
-# parts of a tokenizer.json, and what is said of a prompt of four a; None: it is encoded
-PADDED = dict(strategy={"Fixed": 10**8}, direction="Left", pad_id=0, pad_token="a")
-PADDED |= dict(pad_to_multiple_of=None, pad_type_id=0)
-TOKENIZERS = {
-    "padding": (dict(padding=PADDED), None),
-    "an unknown word": (of_one_word("WordLevel", unk_token="?"), "cannot encode"),
-    "no token": (of_one_word("BPE", merges=[], unk_token=None), "a prompt of no token"),
-}
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_tokenizers_that_are_not_ours(name, place):
-    """They pad and cut no text."""
-    parts, message = TOKENIZERS[name]
-    path = place / "hf/tokenizer.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | parts))
-    act = samples(place, "--prompt", "aaaa")
-    if message is None:
-        code, out, _ = called(*act)
-        assert code == 0 and out.startswith("aaaa")
-    else:
-        assert message in refused(*act)
-
-
-def test_a_tokenizer_of_more_tokens_than_the_model(place):
-    path = str(place / "hf/tokenizer.json")
-    coder = tokenizers.Tokenizer.from_file(path)
-    coder.add_tokens(["class"])
-    coder.save(path)
-    said = refused(*samples(place, "--prompt", "class "))
-    assert "got a prompt of the token id 257, expected ids below" in said
+# ---- rows of others ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("row", ['{"text": "\\ud800"}', '{"text": null}', "[1"])

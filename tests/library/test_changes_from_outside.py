@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -51,9 +50,12 @@ def test_a_parameter_taken_out_of_its_group_stays():
     optimizer = eager(params, lr=LR)
     run(optimizer, params, [0])
     del optimizer.param_groups[0]["params"][1]
+    del optimizer.state[params[1]]
     before = params[1].detach().clone()
     run(optimizer, params, [1])
     equal(params[1:], [before])
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert [*optimizer.state_dict()["state"]] == [0]
 
 
 def test_a_refused_rate_leaves_no_other_group_behind():
@@ -104,11 +106,6 @@ def test_a_parameter_may_be_cast_and_not_resized(mode):
     said = r"parameter 2 of group 0, expected .* \(7, 4\)"
     with pytest.raises(ValueError, match=said):
         run(optimizer, params[:2], [2])
-
-
-def test_an_empty_matrix_is_no_obstacle():
-    params = parameters((3, 0), (4, 4))
-    run(eager(params, lr=LR, mars_type="mars-shampoo"), params, range(2))
 
 
 # ---- options that reach where they should --------------------------------------------
@@ -207,14 +204,13 @@ def frozen(kind):
     return nn.Parameter(KINDS[kind](), requires_grad=False)
 
 
-@pytest.mark.parametrize("mars_type", ["mars-adamw", "moonlight"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_frozen_parameter_may_be_anything(kind, mars_type):
+def test_a_frozen_parameter_may_be_anything(kind):
     """First in the list, in a group of its own, and beside what is trained, which moves
     as it does alone.
     """
     a, b = twins((4, 3), (3,))
-    options = dict(lr=LR, mars_type=mars_type, max_norm=1.0, splits=2)
+    options = dict(lr=LR, mars_type="moonlight", max_norm=1.0, splits=2)
     options |= dict(state_dtype=torch.float32)
     alone = eager(a, **options)
     still = [frozen(kind) for _ in range(3)]
@@ -257,37 +253,6 @@ def test_what_thaws_and_cannot_be_moved_is_refused_before_anything_is(kind):
     assert not torch.equal(params[0], before)
 
 
-def test_frozen_parameters_may_share_memory_until_both_are_moved():
-    memory = torch.ones(4, 3)
-    a, b = (nn.Parameter(memory[i : i + 3], requires_grad=False) for i in (0, 1))
-    params = parameters((2, 2))
-    optimizer = eager([a, b, *params], lr=LR)
-    run(optimizer, params, [0])
-    a.requires_grad_(True)
-    run(optimizer, [a, *params], [0])
-    b.requires_grad_(True)
-    with pytest.raises(ValueError, match="parameter 0 of group 0 and parameter 1"):
-        run(optimizer, [a, b, *params], [0])
-
-
-def test_an_optimizer_of_frozen_parameters_waits_for_one(monkeypatch):
-    """For its device, and to ask whether it can compile there."""
-    asked = []
-    monkeypatch.setattr(
-        "marsopt.optim.mars.resolve_compile",
-        lambda wanted, device: asked.append(device),
-    )
-    (p,) = parameters((2, 2))
-    p.requires_grad_(False)
-    optimizer = MARS([frozen("meta"), p], lr=LR, max_norm=1.0)
-    optimizer.step()
-    assert optimizer.num_skipped == 0 and not asked
-    p.requires_grad_(True)
-    before = p.detach().clone()
-    run(optimizer, [p], [0])
-    assert asked == [torch.device("cpu")] and not torch.equal(p, before)
-
-
 def test_a_subclass_that_is_no_dtensor_has_words_of_its_own():
     wrapped, rule = nn.Parameter(KINDS["subclass"]()), marsopt.rule("adamw")
     bare = wrapped.detach()
@@ -305,17 +270,15 @@ def test_a_subclass_that_is_no_dtensor_has_words_of_its_own():
 
 NO_NUMBERS = [
     (10**400, "got {}=a whole number of 1329 bits"),
-    (-(10**5000), "got {}=a whole number of 16610 bits"),
     (torch.tensor(0.5j), r"got {} of shape \(\) and torch.complex64"),
     (torch.tensor(True), r"got {} of shape \(\) and torch.bool"),
-    (torch.ones(1, 1), r"got {} of shape \(1, 1\)"),
     (torch.tensor([1.0, 2.0]), r"got {} of shape \(2,\)"),
     (torch.tensor(float("nan")), "got {}=nan"),
     (np.array([0.5]), r"got {}=\(0.5,\)"),
     (np.float32("inf"), "got {}=inf"),
 ]
 NO_PAIRS = {0.5, 0.75}, "0.9", 0.9, np.ones(3), torch.ones(1)
-REFUSED = [(key, *row) for key in ("lr", "clip") for row in NO_NUMBERS]
+REFUSED = [("lr", *row) for row in NO_NUMBERS]
 REFUSED += [("betas", value, "got {}=(?=.*expected a pair)") for value in NO_PAIRS]
 REFUSED += [
     ("lr", np.True_, "got lr=True"),
@@ -348,57 +311,13 @@ def test_none_stands_for_no_default_in_a_complete_group(key, is_loaded):
     equal(params, before)
 
 
-def step_of_a_rule(**numbers):
-    rule, x = marsopt.rule("mars-adamw"), [torch.ones(2, 2)]
-    rule.step(x, x, rule.init(x), **{"lr": LR, **numbers})
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: step_of_a_rule(lr=10**400),
-        lambda: step_of_a_rule(gamma=10**400),
-        lambda: marsopt.mars(max_norm=10**400),
-        lambda: marsopt.rule("muon", ns_eps=10**400),
-        lambda: marsopt.Rule(matrix=marsopt.rule("adamw").matrix, rest_ratio=10**400),
-        lambda: marsopt.param_groups(nn.Linear(2, 2), lr=10**400),
-        lambda: eager(parameters((2, 2)), max_norm=10**400),
-        lambda: eager(parameters((2, 2)), betas=(10**400, 0.9)),
-    ],
-)
-def test_numbers_beyond_all_floats(make):
-    with pytest.raises(ValueError, match="got .*=a whole number of 1329 bits"):
-        make()
-
-
-def test_truth_of_numpy_is_an_option():
-    algorithm = marsopt.rule("nadamw", nesterov=np.True_).matrix
-    assert algorithm.preconditioner.nesterov is True
-
-
-class Values(Sequence):
-    """Of a configuration: no list, though it prints like one."""
-
-    def __init__(self, *values):
-        self.values = values
-
-    def __getitem__(self, i):
-        return self.values[i]
-
-    def __len__(self):
-        return len(self.values)
-
-
 PAIRS = [
-    Values(0.75, 0.5),
-    Values(np.float32(0.75), np.float16(0.5)),
     [0.75, np.float64(0.5)],
-    np.array([0.75, 0.5]),
     np.array([0.75, 0.5], dtype=np.float32),
     torch.tensor([0.75, 0.5]),
     (torch.tensor(0.75), np.array(0.5)),
 ]
-SCALARS = [np.float64, np.float32, np.array, torch.tensor]
+SCALARS = [np.float32, np.array, torch.tensor]
 
 
 def plain_values(optimizer):
@@ -410,34 +329,31 @@ def plain_values(optimizer):
 
 
 @pytest.mark.parametrize("betas", PAIRS, ids=lambda pair: type(pair).__name__)
-@pytest.mark.parametrize(
-    ("name", "door"),
-    [
-        *(("betas", door) for door in ("constructor", "set")),
-        *(("betas_1d", door) for door in ("constructor", "group", "loaded")),
-    ],
-)
-def test_betas_are_any_sequence_of_two(betas, name, door):
-    a, b = twins((2, 2), (2,))
-    twin = eager(b, lr=0.5, lr_1d=0.25, **{name: (0.75, 0.5)})
-    common = dict(lr=0.5, lr_1d=0.25)
-    if door == "constructor":
-        optimizer = eager(a, **common, **{name: betas})
-    elif door == "group":  # which says it for everything in it, unless both are given
-        other = {"betas_1d": (0.9, 0.95), "betas": (0.95, 0.99)}
-        optimizer = eager([{"params": a, **common, **other, name: betas}], lr=0.5)
-    else:
-        optimizer = eager(a, **common)
-    if door == "loaded":
-        saved = optimizer.state_dict()
-        saved["param_groups"][0][name] = betas
-        optimizer.load_state_dict(saved)
-    elif door == "set":
-        optimizer.param_groups[0][name] = betas
-    for each, mine in ((optimizer, a), (twin, b)):
-        run(each, mine, range(2))
-    equal(a, b)
-    assert plain_values(optimizer)
+def test_betas_are_any_sequence_of_two(betas):
+    ends = []
+    for door in ("plain", "constructor", "group", "set", "loaded"):
+        params = parameters((2, 2), (2,))
+        pair = {"betas": (0.75, 0.5) if door == "plain" else betas}
+        of_class = pair if door in ("plain", "constructor") else {}
+        of_group = pair if door == "group" else {}
+        optimizer = eager([{"params": params, **of_group}], lr=0.5, **of_class)
+        (group,) = optimizer.param_groups
+        if door != "group":  # which says it for everything in it
+            group["betas_1d"] = pair["betas"]
+        if door == "set":
+            group |= pair
+        if door == "loaded":
+            saved = optimizer.state_dict()
+            saved["param_groups"][0] |= pair
+            optimizer.load_state_dict(saved)
+        run(optimizer, params, range(2))
+        assert plain_values(optimizer)
+        ends.append(params)
+        equal(params, ends[0])
+    for make in (partial(marsopt.rule, "adamw"), marsopt.AdamW, marsopt.mars):
+        made = make(betas=betas)
+        rule = made.matrix.preconditioner if isinstance(made, marsopt.Rule) else made
+        assert [float(b) for b in rule.betas] == [0.75, 0.5]
 
 
 @pytest.mark.parametrize("wrap", SCALARS)
@@ -466,15 +382,6 @@ def test_numbers_of_numpy_are_numbers(wrap):
         found.append(step[0])
         assert all(type(p) is torch.Tensor for p in step[0])
     equal(*found)
-
-
-@pytest.mark.parametrize("betas", PAIRS, ids=lambda pair: type(pair).__name__)
-def test_betas_of_a_rule_are_any_sequence_of_two(betas):
-    for make in (partial(marsopt.rule, "adamw"), marsopt.AdamW, marsopt.mars):
-        made = make(betas=betas)
-        rule = made.matrix.preconditioner if isinstance(made, marsopt.Rule) else made
-        assert [float(b) for b in rule.betas] == [0.75, 0.5]
-        assert isinstance(rule.betas, tuple | list)
 
 
 def test_a_nan_that_comes_into_a_tensor_is_found_on_a_cpu():

@@ -12,7 +12,6 @@ from inspect import signature
 from typing import get_args, get_type_hints
 
 import hypothesis
-import numpy
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -209,7 +208,7 @@ MISSPELT = [
 ]
 
 
-@pytest.mark.parametrize("name", ["weight_deacy", "beta", "mars_typ", "max_norms"])
+@pytest.mark.parametrize("name", ["weight_deacy", "mars_typ"])
 @pytest.mark.parametrize("door", MISSPELT)
 def test_a_misspelt_argument_is_answered_with_the_nearest(door, name):
     (meant,) = get_close_matches(name, all_hyperparameters(), 1)
@@ -218,14 +217,10 @@ def test_a_misspelt_argument_is_answered_with_the_nearest(door, name):
         door(**{name: 3})
 
 
-def test_an_argument_that_is_like_none_is_left_out():
-    for door in MISSPELT:
-        with pytest.raises(TypeError, match="got .'whatever'.*expected arguments of"):
-            door(whatever=3)
-        many = {f"whatever_{i}": 3 for i in range(20)}
-        with pytest.raises(TypeError, match="and 16 more, .*: leave it out") as told:
-            door(**many)
-        assert len(str(told.value)) < 250
+@pytest.mark.parametrize("door", MISSPELT)
+def test_an_argument_that_is_like_none_is_left_out(door):
+    with pytest.raises(TypeError, match="got .'whatever'.*: leave it out"):
+        door(whatever=3)
 
 
 def test_a_misspelt_rule_is_answered_with_the_nearest():
@@ -264,19 +259,6 @@ def test_a_correction_needs_its_line_alone(of_dynamo):
     torch.testing.assert_close(p.detach(), x.float())
     with pytest.raises(ValueError, match="is_signed.* in a param group"):
         MARS([{"params": [p], "is_signed": True}], **own)
-
-
-def test_the_functional_doors_know_a_new_correction():
-    (p,) = parameters((4, 6))
-    own = dict(correction="damped", rho=0.25, is_signed=True)
-    for rule in (
-        marsopt.rule("mars-lion", **own),
-        marsopt.mars(mars_type="mars-lion", **own),
-    ):
-        found = rule.matrix.correction
-        assert (type(found), found.rho, found.is_signed) == (Damped, 0.25, True)
-    with pytest.raises(ValueError, match="got rho=0.25"):
-        marsopt.rule("mars-lion", rho=0.25)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -458,47 +440,6 @@ def test_any_value_is_refused_by_name_or_leaves_a_step_finite(
     assert not is_no_value(name, value)
     if name not in ("compile", "is_approx"):  # exact MARS asks for a second gradient
         run(1 if name in RATES else 3)
-
-
-@pytest.mark.parametrize("key", ["amsgrad", "matrices", "splits", "params"])
-def test_a_key_that_becomes_an_array_or_is_deleted_is_refused_by_name(key):
-    optimizer = MARS(parameters((4, 6)), compile=False)
-    train(optimizer, 1)
-    (group,) = optimizer.param_groups
-    group[key] = numpy.array([0.9, 0.99])
-    if key == "params":
-        del group[key]
-    with pytest.raises(ValueError, match=rf"^got .*\b{key}\b"):
-        optimizer.step()
-
-
-@DRAWN
-@hypothesis.given(value=st.sampled_from(OF_NO_KIND + OF_SOME))
-def test_a_step_of_a_rule_refuses_any_collectives_that_are_none(value):
-    rule = marsopt.rule("mars-adamw")
-    x = [parameters((4, 6))[0].detach()]
-    state, own = rule.init(x), dict(collectives=value)
-    for call in (
-        lambda: rule.init(x, **own),
-        lambda: rule.step(x, x, state, lr=LR, **own),
-    ):
-        with pytest.raises(ValueError, match="got collectives=.*, expected an object"):
-            call()
-
-
-def test_a_base_lr_by_which_the_rate_of_vectors_is_infinite_is_refused():
-    for call in (
-        lambda: MARS(parameters((2, 2), (3,)), base_lr=1e-300),
-        lambda: marsopt.mars(base_lr=1e-300),
-    ):
-        with pytest.raises(ValueError, match="got .*lr_1d / base_lr=.*, expected"):
-            call()
-
-
-@pytest.mark.parametrize("mars_type", [*REGISTRY])
-def test_the_largest_eps_leaves_a_step_finite(mars_type):
-    if "eps" in REGISTRY[mars_type].table:
-        by_class(mars_type, dict(eps=checks.LARGEST_EPS))(3)
 
 
 BASELINES = [name for name, row in REGISTRY.items() if not row.is_mars]

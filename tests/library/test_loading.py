@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils._pytree import tree_map_only
 
 from marsopt import MARS, REGISTRY, SOAP, Approximate, Exact
@@ -18,7 +17,7 @@ from marsopt.functional.routing import all_hyperparameters
 from marsopt.optim.state_dict import STAGE_COUNT
 from marsopt.rules.component import MOMENTUM, H, Preconditioner
 from marsopt.rules.registry import RULES
-from tests.stacking import equal, parameters, run, same
+from tests.stacking import parameters, run, same
 
 SHAPES = {"w": (3, 4), "v": (4, 3), "b": (5,)}
 PAGE = Path(__file__).parents[2] / "docs/api/optimizer.md"
@@ -139,23 +138,6 @@ def test_whatever_loses_nothing_is_taken(mars_type):
         same(given, saved)
         assert [float(optimizer.state[p]["step"]) for p in params] == [3, 3, 3]
         assert [set(group) for group in optimizer.param_groups] == keys
-
-
-@pytest.mark.parametrize("schedule", [False, True])
-def test_torchs_adamw_goes_on_with_its_hyperparameters(schedule, caplog):
-    a, b = (parameters((3, 4), (4,)) for _ in range(2))
-    source = torch.optim.AdamW(a, lr=0.01)
-    if schedule:
-        OneCycleLR(source, 0.1, 10)
-    run(source, a, range(3))
-    for p, q in zip(a, b, strict=True):
-        q.data.copy_(p.data)
-    target = MARS(b, mars_type="adamw", compile=False)
-    target.load_state_dict(source.state_dict())
-    assert target.param_groups[0]["maximize"] is False
-    run(source, a, range(3, 6))
-    run(target, b, range(3, 6))
-    equal(a, b, 1e-7)
 
 
 def test_state_is_rounded_to_its_dtype_and_of_a_frozen_parameter_too():

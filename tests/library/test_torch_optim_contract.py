@@ -8,7 +8,6 @@ import pickle
 import weakref
 from functools import partial
 from inspect import signature
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,16 +15,13 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import lr_scheduler
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from marsopt import MARS
 from marsopt.functional.routing import all_hyperparameters
-from marsopt.rules.registry import REGISTRY
 from tests import stacking
 from tests.stacking import build, copies, equal, fill, forced, run, traced
 
-ROOT = Path(__file__).parents[2]
 SHAPES = ((6, 4), (4,), (6, 4), (4,), (5, 3))
 LR = 0.01
 
@@ -65,18 +61,6 @@ def test_state_of_others_stays_the_same_object(made):
     assert all(float(optimizer.state[p]["step"]) == 4 for p in params)
 
 
-def test_state_of_others_stays_where_a_rule_changes_and_a_group_comes(made):
-    """What goes is the state of the rule that was left."""
-    optimizer, params = made
-    z = optimizer.state[params[0]]["z"] = torch.ones(3)
-    run(optimizer, params, [0])
-    optimizer.param_groups[0]["mars_type"] = "lion"
-    optimizer.add_param_group({"params": parameters((2, 2))})
-    run(optimizer, params, [1])
-    assert optimizer.state[params[0]]["z"] is z
-    assert set(optimizer.state[params[0]]) == {"step", "exp_avg", "z"}
-
-
 def test_state_of_others_is_saved_and_loaded_as_torch_does(mode):
     """In the parameter's dtype, with what is no tensor as it is."""
     found = []
@@ -112,31 +96,20 @@ def test_state_of_no_parameter_is_kept_saved_and_loaded(mode):
     assert other.state["seen"] == {"tokens": 5}
 
 
-def test_state_of_others_is_copied_with_the_optimizer(made):
-    optimizer, params = made
-    optimizer.state[params[0]]["z"] = torch.full((2,), 5.0)
-    run(optimizer, params, [0])
-    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        (first, *_) = theirs = twin.param_groups[0]["params"]
-        run(twin, theirs, [1])
-        assert torch.equal(twin.state[first]["z"], torch.full((2,), 5.0))
-
-
 # ---- loading -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["load", "deepcopy", "pickle"])
-def test_a_group_that_comes_later_has_the_keys_of_the_first(how, made):
+def test_a_group_that_comes_later_has_the_keys_of_the_first(made):
     optimizer, _ = made
-    if how == "load":
-        optimizer.load_state_dict(optimizer.state_dict())
-    elif how == "deepcopy":
-        optimizer = copy.deepcopy(optimizer)
-    else:
-        optimizer = pickle.loads(pickle.dumps(optimizer))
-    optimizer.add_param_group({"params": parameters((2, 2), (2,))})
-    first, last = optimizer.param_groups
-    assert set(first) == set(last)
+    optimizer.load_state_dict(optimizer.state_dict())
+    for each in (
+        optimizer,
+        copy.deepcopy(optimizer),
+        pickle.loads(pickle.dumps(optimizer)),
+    ):
+        each.add_param_group({"params": parameters((2, 2), (2,))})
+        first, last = each.param_groups
+        assert set(first) == set(last)
 
 
 def test_what_a_hook_after_loading_writes_is_kept(made, mode):
@@ -171,60 +144,29 @@ def test_what_a_hook_after_loading_writes_is_kept(made, mode):
 # ---- where nothing can compile -----------------------------------------------------
 
 
-class Watch(TorchDispatchMode):
-    """Counts what it sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_calls = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.num_calls += 1
-        return function(*args, **kwargs or {})
-
-
-MODES = {
-    "flops": partial(FlopCounterMode, display=False),
-    "communication": CommDebugMode,
-    "any": Watch,
-}
-
-
-@pytest.mark.parametrize("watcher", MODES)
+@pytest.mark.parametrize(
+    "watch", [partial(FlopCounterMode, display=False), CommDebugMode]
+)
 def test_a_compiled_step_under_a_dispatch_mode_is_the_step(
-    watcher, monkeypatch, caplog
+    watch, monkeypatch, caplog, of_dynamo
 ):
-    """It runs eagerly there, says so once, and the numbers are the same."""
+    """It runs eagerly there, says so once, and is compiled again after it."""
     forced(monkeypatch, "flat")
     kw = dict(lr=LR, mars_type="mars-shampoo", ns_dtype=torch.float32, max_norm=1.0)
     a, b = parameters(), parameters()
     plain, watched = MARS(a, compile=False, **kw), MARS(b, compile=True, **kw)
     run(plain, a, range(3))
     caplog.clear()
-    for seed in range(3):
-        fill(b, seed)
-        with MODES[watcher]() as seen:
-            watched.step()
-        assert watcher != "any" or seen.num_calls
-    equal(a, b, 1e-6)
-    said = [r for r in caplog.records if r.name.startswith("marsopt")]
-    assert len(said) == 1
-    assert "eager" in said[0].getMessage()
-
-
-def test_a_step_after_a_dispatch_mode_is_compiled_again(monkeypatch, of_dynamo):
-    forced(monkeypatch, "flat")
     counters.clear()
-    a, b = parameters(), parameters()
-    plain, optimizer = (MARS(p, lr=LR, compile=c) for p, c in ((a, False), (b, True)))
-    fill(b, 0)
-    with Watch():
-        optimizer.step()
+    for seed in range(2):
+        fill(b, seed)
+        with watch():
+            watched.step()
     assert not counters["stats"]["unique_graphs"]
-    fill(b, 1)
-    optimizer.step()
+    assert sum("eager" in message for message in told(caplog)) == 1
+    fill(b, 2)
+    watched.step()
     assert counters["stats"]["unique_graphs"]
-    run(plain, a, range(2))
     equal(a, b, 1e-6)
 
 
@@ -340,47 +282,24 @@ def test_parameters_that_were_exchanged_are_freed(mode):
     assert not [ref for ref in seen if ref() is not None]
 
 
-def test_one_parameter_may_be_exchanged(made):
-    """The others go on where they were."""
-    optimizer, params = made
-    run(optimizer, params, range(2))
-    new = parameters(SHAPES[2], seed=5)[0]
-    old, params[2] = params[2], new
-    (held,) = (g["params"] for g in optimizer.param_groups if old in set(g["params"]))
-    held[[p is old for p in held].index(True)] = new
-    run(optimizer, params, [2])
-    assert float(optimizer.state[old]["step"]) == 2
-    assert [float(optimizer.state[p]["step"]) for p in params] == [3, 3, 1, 3, 3]
-
-
 # ---- no parameters -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "kwargs",
-    [{}, dict(max_norm=1.0), dict(is_approx=False), dict(nonfinite="raise")],
-    ids=str,
+    "kwargs", [dict(max_norm=1.0), dict(is_approx=False, nonfinite="raise")], ids=str
 )
-@pytest.mark.parametrize("num_groups", [1, 2])
-def test_an_optimizer_without_parameters_does_nothing(num_groups, kwargs):
+def test_an_optimizer_without_parameters_does_nothing(kwargs):
     """ZeRO makes them on ranks that got none."""
-    optimizer = MARS([{"params": []} for _ in range(num_groups)], lr=LR, **kwargs)
+    optimizer = MARS([{"params": []}, {"params": []}], lr=LR, **kwargs)
     optimizer.update_previous_grad()
-    assert optimizer.step() is None
     assert optimizer.step(lambda: torch.tensor(3.0)) == 3.0
     optimizer.update_last_grad()
-    optimizer.zero_grad()
     saved = optimizer.state_dict()
     assert saved["state"] == {}
-    assert [g["params"] for g in saved["param_groups"]] == [[]] * num_groups
+    assert [g["params"] for g in saved["param_groups"]] == [[], []]
     optimizer.load_state_dict(saved)
-    assert optimizer.step() is None
-    assert optimizer.grad_norm is None
-    assert optimizer.num_skipped == 0
-    optimizer.max_norm = 0.5
-    assert optimizer.max_norm == 0.5
-    twin = pickle.loads(pickle.dumps(copy.deepcopy(optimizer)))
-    assert twin.step() is None
+    assert optimizer.grad_norm is None and optimizer.num_skipped == 0
+    assert pickle.loads(pickle.dumps(optimizer)).step() is None
 
 
 def test_a_group_makes_an_empty_optimizer_real(mode):
@@ -435,16 +354,6 @@ def test_defaults_repeated_in_a_group_are_accepted():
     MARS([{"params": parameters(), **group}])
 
 
-def test_groups_of_one_optimizer_make_another():
-    kwargs = dict(lr=LR, is_approx=True, compile=False)
-    params, twin = parameters(), parameters()
-    first = MARS(params, **kwargs)
-    optimizer = MARS([dict(g) for g in first.param_groups], **kwargs)
-    run(optimizer, params, range(2))
-    run(MARS(twin, **kwargs), twin, range(2))
-    equal(params, twin)
-
-
 # ---- one parameter twice -----------------------------------------------------------
 
 TWICE = "got parameter .*twice, expected once: "
@@ -456,15 +365,13 @@ TWICE = "got parameter .*twice, expected once: "
     [
         lambda p, q: [p, q, p],
         lambda p, q: [{"params": [p, q]}, {"params": [p]}],
-        lambda p, q: [{"params": [p, p]}, {"params": [q]}],
         lambda p, q: [("one", p), ("two", q), ("three", p)],
     ],
-    ids=["list", "groups", "one group", "named"],
+    ids=["list", "groups", "named"],
 )
 def test_a_parameter_twice_is_named(make, request):
     with pytest.raises(ValueError, match=TWICE) as caught:
         MARS(make(*parameters((3, 3), (3, 3))), compile=False)
-    assert "same memory" not in str(caught.value)
     named = "one" in str(caught.value) or "three" in str(caught.value)
     assert named == (request.node.callspec.id == "named")
 
@@ -472,7 +379,7 @@ def test_a_parameter_twice_is_named(make, request):
 # ---- whatever torch's default device is --------------------------------------------
 
 
-@pytest.mark.parametrize("mars_type", REGISTRY)
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m", "mars-soap"])
 def test_a_default_device_has_no_part_in_it(mars_type):
     """Built, stepped, saved and loaded under the meta device."""
     a, b = parameters(), parameters()
@@ -557,17 +464,11 @@ def test_a_grad_scaler_leaves_a_step_with_infinities_out(made):
 
 
 SCHEDULES = {
-    "step": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
     "one cycle, with betas": lambda o: lr_scheduler.OneCycleLR(o, 0.1, 8),
-    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.1, 2, cycle_momentum=False),
-    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
     "in sequence": lambda o: lr_scheduler.SequentialLR(
         o,
         [lr_scheduler.LinearLR(o, 0.1, 1, 3), lr_scheduler.ExponentialLR(o, 0.8)],
         [3],
-    ),
-    "chained": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(o, 0.5, 2), lr_scheduler.ExponentialLR(o, 0.9)]
     ),
 }
 
