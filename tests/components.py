@@ -4,6 +4,7 @@ dtype, and nothing is written in place, since a skipped step keeps the old value
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from marsopt import LOCAL, Algorithm, Correction, Lion
 from marsopt.functional.buffers import start_at_owner
 from marsopt.functional.state import Leaves, new_state
-from marsopt.rules.component import MatrixInput, Preconditioner
+from marsopt.rules.component import MatrixInput, Preconditioner, number_fields
 
 
 def check_component(
@@ -22,6 +23,8 @@ def check_component(
     """Check the outputs of a preconditioner or correction, for a parameter of zeros."""
     if isinstance(component, Correction):
         algorithm = Algorithm(preconditioner=Lion(), correction=component)
+        numbers = algorithm.read(algorithm.defaults(1e-3, None))
+        without_numbers(component).coefficients(0.9, numbers)
         if algorithm.h_from == "step":
             x, buffers = parts_of(algorithm, shape)
             given = {"g": torch.zeros_like(x), "h": buffers["h"]}
@@ -29,9 +32,11 @@ def check_component(
             assert forms({"h": h}) == forms({"h": buffers["h"]})
         return
     algorithm = Algorithm(preconditioner=component)
+    numbers = algorithm.read(algorithm.defaults(1e-3, None))
+    component = without_numbers(component)
+    algorithm = Algorithm(preconditioner=component)
     x, buffers = parts_of(algorithm, shape)
     unit = torch.ones(1, 1)
-    numbers = algorithm.read(iter(algorithm.defaults(1e-3, None)))
     values = component.scalars(torch.ones(1), numbers)
     s = tuple((value * unit).to(x.dtype) for value in values)
     c = torch.zeros_like(x)
@@ -43,6 +48,19 @@ def check_component(
         assert forms({"x": out}) == forms({"x": x})
     if algorithm.matrix_only:
         check_matrices(algorithm, torch.Size(shape), s)
+
+
+def without_numbers(component: Preconditioner | Correction) -> Any:
+    """The component without its numbers: a step gives them to the formulas, and reading
+    a field in place of them fails.
+    """
+    bare = copy.copy(component)
+    for name, value in number_fields(component).items():
+        if isinstance(value, tuple):
+            vars(bare)[name] = (...,) * len(value)
+        elif value is not None and not isinstance(value, bool):
+            vars(bare)[name] = ...
+    return bare
 
 
 def parts_of(

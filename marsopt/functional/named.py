@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from marsopt.functional.options import Options
+from marsopt.functional.keywords import Options
 from marsopt.functional.routing import (
     algorithm_of,
     all_hyperparameters,
@@ -15,7 +15,7 @@ from marsopt.functional.routing import (
     of_rest,
 )
 from marsopt.functional.rule import Rule
-from marsopt.rules.hyperparameters import check_names, check_values
+from marsopt.rules.options import check_names, check_values
 from marsopt.rules.registry import RuleName, correction_named, named, resolve
 
 

@@ -18,18 +18,18 @@ from marsopt.rules.component import (
     MasterBits,
     Preconditioner,
 )
-from marsopt.rules.hyperparameters import (
-    Hyperparameter,
+from marsopt.rules.mars import Approximate
+from marsopt.rules.matrices import Matrices
+from marsopt.rules.options import (
+    Option,
     Table,
     arguments,
     check_fields,
     check_values,
     number,
+    options_of,
     structure,
-    table,
 )
-from marsopt.rules.mars import Approximate
-from marsopt.rules.matrices import Matrices
 from marsopt.rules.registry import (
     BESIDE,
     CORRECTIONS,
@@ -115,7 +115,12 @@ class Rest:
 @cache
 def shared_hyperparameters(correction: type[Correction]) -> Table:
     """Return the hyperparameters that every param group has with this correction."""
-    return {**table(Choice), **table(Matrices), **table(correction), **FALLBACK_TABLE}
+    return {
+        **options_of(Choice),
+        **options_of(Matrices),
+        **options_of(correction),
+        **FALLBACK_TABLE,
+    }
 
 
 @cache
@@ -125,7 +130,9 @@ def hyperparameters_of(
     """Return the hyperparameters of a rule's param groups: one momentum is a part of
     ``betas`` there.
     """
-    lines = {n: line for n, line in table(preconditioner).items() if line.beta is None}
+    lines = {
+        n: line for n, line in options_of(preconditioner).items() if line.beta is None
+    }
     return {**shared_hyperparameters(correction), **lines}
 
 
@@ -142,13 +149,13 @@ def _all_hyperparameters(
     preconditioners: tuple[type[Preconditioner], ...],
     corrections: tuple[type[Correction], ...],
 ) -> Table:
-    lines: dict[str, Hyperparameter] = {}
+    lines: dict[str, Option] = {}
     for correction in (*corrections, Correction):
         lines |= shared_hyperparameters(correction)
-    lines |= table(Rest)
+    lines |= options_of(Rest)
     shared = lines.keys() - {"betas", "weight_decay"}  # rules share their defaults
     for preconditioner in preconditioners:
-        for name, line in table(preconditioner).items():
+        for name, line in options_of(preconditioner).items():
             if line.beta is not None or name in shared:
                 continue
             without_default = line._replace(default=None, hint=line.hint | None)
@@ -164,7 +171,10 @@ def check_suits(
     Raises:
         ValueError: another rule or correction has one of them.
     """
-    suitable = {**hyperparameters_of(row.preconditioner, correction), **table(Rest)}
+    suitable = {
+        **hyperparameters_of(row.preconditioner, correction),
+        **options_of(Rest),
+    }
     known = all_hyperparameters()
     for name, value in values.items():
         if name in suitable or name not in known or known[name].is_whole:
@@ -198,7 +208,7 @@ def check_taken(mars_types: Iterable[str], correction: str | None) -> None:
 def rules_with(name: str) -> list[str]:
     """Return the names of the rules and corrections that have a hyperparameter."""
     rules = [n for n, row in REGISTRY.items() if name in row.table]
-    return rules + [n for n, kind in CORRECTIONS.items() if name in table(kind)]
+    return rules + [n for n, kind in CORRECTIONS.items() if name in options_of(kind)]
 
 
 # ---- the two kinds of tensors --------------------------------------------------------
@@ -216,7 +226,7 @@ def of_matrices(values: Mapping[str, Any]) -> dict[str, Any]:
             ``Rest`` out of its range.
     """
     _rest_options(values)
-    return {n: value for n, value in values.items() if n not in table(Rest)}
+    return {n: value for n, value in values.items() if n not in options_of(Rest)}
 
 
 def of_rest(values: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -233,7 +243,7 @@ def of_rest(values: Mapping[str, Any]) -> dict[str, Any] | None:
     row, rest = _rest_options(values)
     own = of_matrices(values)
     if rest.optimize_1d:
-        names = shared_by_adamw() | table(Matrices).keys()
+        names = shared_by_adamw() | options_of(Matrices).keys()
         known = all_hyperparameters()
         kept = {n: v for n, v in own.items() if n in names or n not in known}
         return {**kept, "mars_type": "mars-adamw"} if row.matrix_only else None
@@ -270,8 +280,8 @@ def _numbers(rest: Rest, own: Mapping[str, Any]) -> dict[str, Any]:
 
 def shared_by_adamw() -> set[str]:
     """Return the hyperparameters that AdamW beside a rule shares with it."""
-    names = {*table(Choice), *FALLBACK_TABLE}
-    return names.union(*map(table, CORRECTIONS.values()))
+    names = {*options_of(Choice), *FALLBACK_TABLE}
+    return names.union(*map(options_of, CORRECTIONS.values()))
 
 
 def _rest_options(values: Mapping[str, Any]) -> tuple[NamedRule, Rest]:

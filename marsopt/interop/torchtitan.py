@@ -27,7 +27,7 @@ from marsopt.functional.routing import all_hyperparameters, of_adamw
 from marsopt.models.names import NAMES
 from marsopt.parallel.mesh import over_meshes
 from marsopt.rules import checks
-from marsopt.rules.hyperparameters import check_names
+from marsopt.rules.options import check_names
 from marsopt.rules.registry import named
 
 __all__ = ["MarsOptimizersContainer", "build_mars", "default_mars"]

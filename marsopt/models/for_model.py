@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from marsopt.functional.options import ModelOptions, RoleOptions
+from marsopt.functional.keywords import ModelOptions, RoleOptions
 from marsopt.functional.routing import (
     algorithm_of,
     all_hyperparameters,
@@ -25,8 +25,8 @@ from marsopt.functional.rule import Route, Rule
 from marsopt.models.param_groups import param_groups
 from marsopt.optim.groups import constructor_values, fill_defaults
 from marsopt.optim.mars import MARS
-from marsopt.rules.hyperparameters import arguments, check_names
 from marsopt.rules.matrices import Matrices
+from marsopt.rules.options import arguments, check_names
 from marsopt.rules.registry import RuleName, named
 from marsopt.step.owners import LOCAL, Collectives
 

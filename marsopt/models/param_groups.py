@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from marsopt.functional.buffers import check_unflattened
-from marsopt.functional.options import Parts
+from marsopt.functional.keywords import Parts
 from marsopt.functional.routing import of_rest
 from marsopt.models.names import TABLES
 from marsopt.models.roles import roles, splits_of

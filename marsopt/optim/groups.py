@@ -24,21 +24,21 @@ from marsopt.functional.routing import (
 )
 from marsopt.optim.state_dict import State
 from marsopt.rules import checks
-from marsopt.rules.hyperparameters import (
-    Hyperparameter,
+from marsopt.rules.matrices import Matrices
+from marsopt.rules.options import (
+    Option,
     Table,
     arguments,
     check_values,
-    table,
+    options_of,
 )
-from marsopt.rules.matrices import Matrices
 from marsopt.rules.registry import FOLLOWED, correction_named, named, resolve
 
 # Every group has the authors' structure as keys, at its defaults too. Other structure
 # is a key only if it differs from its default.
 AUTHORS_STRUCTURE = frozenset({"mars_type", "amsgrad", "epsilon_hat"})
 # The keys of a group for tensors that are not matrices.
-OF_REST = frozenset(table(Rest))
+OF_REST = frozenset(options_of(Rest))
 OF_TENSORS = ("params", "param_names")
 WHOLE = {n for n, line in all_hyperparameters().items() if line.is_whole}
 WHOLE |= {"collectives", "compile", "nonfinite"}
@@ -180,7 +180,7 @@ def group_table(group: Mapping[str, Any], options: Mapping[str, Any]) -> Table:
         )
     preconditioner = named(group["mars_type"]).preconditioner
     correction = correction_named(options["correction"])
-    return {**hyperparameters_of(preconditioner, correction), **table(Rest)}
+    return {**hyperparameters_of(preconditioner, correction), **options_of(Rest)}
 
 
 def checked_table(group: Mapping[str, Any], options: Mapping[str, Any]) -> Table:
@@ -212,13 +212,13 @@ def constructor_values(arguments: Mapping[str, Any]) -> ConstructorValues:
         ValueError: an unknown rule or correction, or a hyperparameter that neither has.
     """
     known = all_hyperparameters()
-    arguments = {n: known[n].plain(value) for n, value in arguments.items()}
+    arguments = {n: checks.plain(value) for n, value in arguments.items()}
     row = named(arguments["mars_type"])
     name = resolve(arguments["is_approx"], arguments["correction"])
     correction = correction_named(name)
     explicit = {n: value for n, value in arguments.items() if value is not None}
     check_suits(row, correction, explicit)
-    lines = {**hyperparameters_of(row.preconditioner, correction), **table(Rest)}
+    lines = {**hyperparameters_of(row.preconditioner, correction), **options_of(Rest)}
     check_values(lines, explicit)
     whole = {n: value for n, value in arguments.items() if known[n].is_whole}
     explicit = {n: value for n, value in explicit.items() if n not in whole}
@@ -235,11 +235,11 @@ def constructor_values(arguments: Mapping[str, Any]) -> ConstructorValues:
     return ConstructorValues(whole, inherited, defaults)
 
 
-def _is_usual(line: Hyperparameter, value: Any) -> bool:
+def _is_usual(line: Option, value: Any) -> bool:
     return not line.is_number and not _is_key(line) and value == line.default
 
 
-def _is_key(line: Hyperparameter) -> bool:
+def _is_key(line: Option) -> bool:
     """Return whether every group has a hyperparameter that rules share, and with it a
     checkpoint.
     """
@@ -262,9 +262,8 @@ def fill_defaults(
     Raises:
         ValueError: an unknown ``mars_type``.
     """
-    for name, line in all_hyperparameters().items():
-        if name in group:
-            group[name] = line.plain(group[name])
+    for name in all_hyperparameters().keys() & group.keys():
+        group[name] = checks.plain(group[name])
     inherited = options["inherited"]
     row = named(group.get("mars_type", inherited["mars_type"]))
     group["mars_type"] = row.name
@@ -373,8 +372,8 @@ def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         ValueError: one is out of its range.
     """
     check_direction(group)
-    known = checked_table(group, options)
-    rates = [known[n].plain(group[n]) for n in ("lr", "lr_ratio") if n in group]
+    checked_table(group, options)
+    rates = [checks.plain(group[n]) for n in ("lr", "lr_ratio") if n in group]
     checks.at_least_zero("lr * lr_ratio", prod(rates))
     for is_matrix in (True, False):
         algorithm_of({**options, **values_of(group, is_matrix)})

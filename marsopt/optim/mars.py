@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from marsopt.functional.options import PartOptions
+from marsopt.functional.keywords import PartOptions
 from marsopt.functional.routing import all_hyperparameters, check_taken
 from marsopt.optim.binding import Binding, Member
 from marsopt.optim.exact import NextGradients
@@ -37,9 +37,9 @@ from marsopt.optim.torch_state import state_of_mars
 from marsopt.rules import checks
 from marsopt.rules.checks import Number, Weight
 from marsopt.rules.formats import LOW_BITS, joined
-from marsopt.rules.hyperparameters import check_names
 from marsopt.rules.matrices import Kind
 from marsopt.rules.numerics import scalar_dtype, without_autocast
+from marsopt.rules.options import check_names
 from marsopt.rules.registry import RuleName, correction_named
 from marsopt.step.decide import global_clip_of
 from marsopt.step.graphs import Graphs, declined, once, resolve_compile
@@ -644,7 +644,7 @@ class MARS(Optimizer):
         """Complete torch.optim's dict: plain numbers, state of all ranks."""
         known = all_hyperparameters()
         for group in saved["param_groups"]:
-            group |= {n: known[n].plain(v) for n, v in group.items() if n in known}
+            group |= {n: checks.plain(v) for n, v in group.items() if n in known}
         ids, collectives = self._ids(), self._present.collectives
         owned = self._present.owned_entries()
         buffers = [

@@ -16,8 +16,8 @@ from marsopt.functional.routing import algorithm_of
 from marsopt.optim.groups import OF_REST, group_table, values_of
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
-from marsopt.rules.hyperparameters import beta_of
 from marsopt.rules.numerics import scalar_dtype
+from marsopt.rules.options import options_of
 
 LR = ("lr", "lr_ratio", "lr_1d_ratio")  # keys whose product is a learning rate
 
@@ -41,15 +41,16 @@ class Row:
         table = group_table(group, options)
         self.group, values = group, values_of(group, is_matrix)
         algorithm = algorithm_of({**options, **values})
-        self.algorithm = algorithm.formula
+        self.algorithm = algorithm
         is_of_rule = values["mars_type"] == group["mars_type"]
         # of each column but lr: the key of the group and the place there; else a value
         self._sources: list[tuple[str, int | None] | Number] = []
         defaults = algorithm.defaults(0.0, None)
+        lines = options_of(type(algorithm.preconditioner))
         for (name, place), default in zip(algorithm.columns, defaults, strict=True):
             key = name
-            if (beta := beta_of(algorithm.preconditioner, name)) is not None:
-                key, place = "betas", beta
+            if name in lines and lines[name].beta is not None:
+                key, place = "betas", lines[name].beta
             if not is_matrix and group.get(f"{key}_1d") is not None:
                 key = f"{key}_1d"
             elif group.get(key) is None or (key == "nesterov" and not is_of_rule):
@@ -105,7 +106,7 @@ class Row:
             return False
         items = self._lines.items()
         for (key, line), value, seen in zip(items, latest, self._seen, strict=True):
-            self._plain[key] = value = line.plain(value)
+            self._plain[key] = value = checks.plain(value)
             if value is seen and not checks.can_read(value):
                 continue
             if line.check and not (value is None and line.is_optional):

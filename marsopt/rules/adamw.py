@@ -12,9 +12,9 @@ from torch import Tensor
 
 from marsopt.rules import checks
 from marsopt.rules.checks import Number, Weight
-from marsopt.rules.component import Buffer, Preconditioner, Tensors
-from marsopt.rules.hyperparameters import Numbers, number
+from marsopt.rules.component import Buffer, Numbers, Preconditioner, Tensors
 from marsopt.rules.numerics import at, complement, product, root
+from marsopt.rules.options import number
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

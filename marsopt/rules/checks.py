@@ -31,19 +31,15 @@ class ArrayLike(Protocol):
     def tolist(self) -> Any: ...
 
 
-def plain(value: Any, *, is_pair: bool = False) -> Any:
+def plain(value: Any) -> Any:
     """Return a hyperparameter as Python and torch write it, so that a checkpoint holds
-    nothing foreign: scalars of numpy as numbers; arrays, and sequences that are no
-    text, as tuples. A plain value stays the same object.
-
-    Args:
-        value: as its user wrote it.
-        is_pair: whether a tensor of one dim is a sequence of 0-D tensors.
+    nothing foreign: scalars of numpy as numbers; arrays, tensors of one dim, and
+    sequences that are no text, as tuples. A plain value stays the same object.
     """
     if type(value) in PLAIN:
         return value
     if isinstance(value, Tensor):
-        return tuple(value.unbind()) if is_pair and value.ndim == 1 else value
+        return tuple(value.unbind()) if value.ndim == 1 else value
     if isinstance(value, ArrayLike):
         contents = value.tolist()
         value = tuple(contents) if isinstance(contents, list) else contents
@@ -165,7 +161,7 @@ def betas(name: str, value: tuple[Number, Number]) -> None:
     """A pair of decays, as ``decay_rate`` has them: any sequence, or an array or tensor
     of one dim.
     """
-    pair = plain(value, is_pair=True)
+    pair = plain(value)
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ValueError(
             f"got {name}={value!r}, expected a pair: pass e.g. {name}=(0.95, 0.99)"

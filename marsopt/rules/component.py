@@ -4,11 +4,9 @@ that has both.
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -26,17 +24,6 @@ from torch import Tensor
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
 from marsopt.rules.formats import LOW_BITS, LOW_DTYPES
-from marsopt.rules.hyperparameters import (
-    Numbers,
-    check_fields,
-    dynamic,
-    form_of,
-    is_built_in,
-    number,
-    number_fields,
-    structure,
-    without_numbers,
-)
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.numerics import (
     NARROW,
@@ -45,6 +32,7 @@ from marsopt.rules.numerics import (
     default_state_dtype,
     working_dtype,
 )
+from marsopt.rules.options import NO_OPTION, check_fields, number, structure
 
 if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
     from jaxtyping import Float
@@ -99,6 +87,43 @@ def owned_parts(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """
     parts = flat.split([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+class Numbers:
+    """The numbers of a step as attributes: ``lr``, and the fields of an algorithm's
+    components that are made by ``number``. Each is a number, or a tensor with an entry
+    for each of N norms; a pair of numbers is a tuple.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"no component has the number {name!r}")
+
+
+def number_fields(component: Any) -> dict[str, Any]:
+    """Return the fields made by ``number``, with their values."""
+    return {
+        f.name: getattr(component, f.name)
+        for f in fields(component)
+        if f.metadata.get("number")
+    }
+
+
+def is_built_in(component: object) -> bool:
+    """Return whether a component, or its absence, is of this package."""
+    return component is None or type(component).__module__.startswith("marsopt.")
+
+
+def form_of(component: Any) -> Hashable:
+    """Return a component's class and structure, which its formulas depend on. A class
+    of a user may read its numbers in a formula: each of its instances is a form.
+    """
+    if component is None or not is_built_in(component):
+        return id(component)
+    of_structure = [f for f in fields(component) if not f.metadata.get("number")]
+    return type(component), *[getattr(component, f.name) for f in of_structure]
 
 
 Per = Literal["matrix", "tensor"]
@@ -454,6 +479,11 @@ class Average(Preconditioner):
         return n.lr, 1 - n.lr * n.weight_decay, at(*of_m), complement(*of_m)
 
 
+def _is_switch(value: object) -> bool:
+    """Return whether a value in the place of a number switches it on or off."""
+    return value is None or isinstance(value, bool)
+
+
 # The average in a plain matrix rule has the name that torch.optim.Muon gives it, so
 # that an average of corrected gradients is never taken for it.
 MOMENTUM = "momentum_buffer"
@@ -497,22 +527,48 @@ class Algorithm:
         h last_grad
     """
 
-    preconditioner: Preconditioner
-    correction: Correction | None = None
-    state_dtype: torch.dtype | None = None
-    stochastic_rounding: bool = False
-    master_weight_bits: MasterBits = None
+    preconditioner: Preconditioner = field(metadata=NO_OPTION)
+    correction: Correction | None = field(default=None, metadata=NO_OPTION)
+    state_dtype: torch.dtype | None = structure(
+        None, checks.state_dtype_or_none, whole=True
+    )
+    stochastic_rounding: bool = structure(False, whole=True)
+    master_weight_bits: MasterBits = structure(
+        None, checks.master_bits_or_none, whole=True
+    )
     matrices: Matrices = Matrices()
-    name: str = ""
+    name: str = field(default="", metadata=NO_OPTION)
 
+    # The numbers of a step in their order in a table, by name; a number of a pair has
+    # its place there.
+    columns: ClassVar[tuple[tuple[str, int | None], ...]]
     _numbers: ClassVar[dict[str, Any]]
+    _switches: ClassVar[dict[str, bool | None]]
     _form: ClassVar[tuple[Hashable, ...]]
 
     def __post_init__(self) -> None:
-        checks.state_dtype_or_none("state_dtype", self.state_dtype)
-        checks.true_or_false("stochastic_rounding", self.stochastic_rounding)
-        checks.master_bits_or_none("master_weight_bits", self.master_weight_bits)
-        self._keep_numbers()
+        check_fields(self)
+        components = self.correction, self.preconditioner
+        # the preconditioner's number counts if a correction has one of its name, too
+        numbers = {
+            name: value
+            for component in components
+            if component is not None
+            for name, value in number_fields(component).items()
+        }
+        columns: list[tuple[str, int | None]] = [("lr", None)]
+        for name, value in numbers.items():
+            if isinstance(value, tuple):
+                columns += [(name, i) for i in range(len(value))]
+            elif not _is_switch(value):
+                columns.append((name, None))
+        switches = {name: value for name, value in numbers.items() if _is_switch(value)}
+        options = (f.name for f in fields(self) if f.metadata.get("option", True))
+        others = [getattr(self, name) for name in options]
+        form = *map(form_of, components), *others, *columns, *switches.items()
+        vars(self).update(
+            columns=tuple(columns), _numbers=numbers, _switches=switches, _form=form
+        )
 
     def __str__(self) -> str:
         return self.name or type(self.preconditioner).__name__
@@ -530,59 +586,23 @@ class Algorithm:
     def __hash__(self) -> int:
         return hash(self._form)
 
-    def _keep_numbers(self) -> None:
-        """Keep the components' fields that are numbers, and the form of all else. The
-        preconditioner's field counts if a correction has one of its name, too.
-        """
-        of_c = {} if self.correction is None else number_fields(self.correction)
-        numbers = of_c | number_fields(self.preconditioner)
-        parts = form_of(self.preconditioner), form_of(self.correction)
-        bits = self.stochastic_rounding, self.master_weight_bits
-        form = *parts, self.state_dtype, *bits, self.matrices
-        object.__setattr__(self, "_numbers", numbers)
-        object.__setattr__(self, "_form", form)
-
-    @property
-    def formula(self) -> Algorithm:
-        """The same algorithm without its numbers, for graphs and kernels to keep."""
-        bare = copy.copy(self)
-        for name in ("preconditioner", "correction"):
-            component = without_numbers(getattr(self, name))
-            object.__setattr__(bare, name, component)
-        bare._keep_numbers()
-        return bare
-
-    @property
-    def columns(self) -> list[tuple[str, int | None]]:
-        """The numbers of a step in their order in a table, by name; a number of a pair
-        has its place there.
-        """
-        columns: list[tuple[str, int | None]] = [("lr", None)]
-        for name, value in self._numbers.items():
-            is_pair = isinstance(value, tuple | list)
-            num = len(dynamic(value))
-            columns += [(name, i if is_pair else None) for i in range(num)]
-        return columns
-
     def defaults(self, lr: Number, gamma: Number | None) -> list[Number]:
         """Return the numbers of a step by its own fields, in the order of ``columns``;
         ``gamma`` None is the correction's.
         """
-        values = dict(self._numbers)
+        values = {"lr": lr, **self._numbers}
         if gamma is not None and self.correction is not None:
             values["gamma"] = gamma
-        return [lr, *dynamic(tuple(values.values()))]
+        return [values[n] if i is None else values[n][i] for n, i in self.columns]
 
-    def read(self, columns: Iterator[Any]) -> Numbers:
+    def read(self, columns: Iterable[Any]) -> Numbers:
         """Return the numbers of a step by name, from values in the order of
         ``columns``.
         """
-        values: dict[str, Any] = {"lr": next(columns)}
-        for name, value in self._numbers.items():
-            if isinstance(value, tuple | list):
-                value = tuple(islice(columns, len(value)))
-            elif value is not None and not isinstance(value, bool):
-                value = next(columns)
+        values: dict[str, Any] = dict(self._switches)
+        for (name, place), value in zip(self.columns, columns, strict=True):
+            if place is not None:
+                value = *values.get(name, ()), value
             values[name] = value
         return Numbers(**values)
 

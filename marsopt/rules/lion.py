@@ -11,9 +11,9 @@ from torch import Tensor
 
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
-from marsopt.rules.component import Average, Buffer, Preconditioner, Tensors
-from marsopt.rules.hyperparameters import Numbers, number
+from marsopt.rules.component import Average, Buffer, Numbers, Preconditioner, Tensors
 from marsopt.rules.numerics import at, complement
+from marsopt.rules.options import number
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from marsopt.rules.checks import Number
-from marsopt.rules.component import Correction
-from marsopt.rules.hyperparameters import Numbers
+from marsopt.rules.component import Correction, Numbers
 
 if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
     pass
@@ -31,7 +30,7 @@ class Approximate(Correction):
         ValueError: a field out of its range.
 
     Example:
-        >>> from marsopt.rules.hyperparameters import Numbers
+        >>> from marsopt.rules.component import Numbers
         >>> marsopt.Approximate().coefficients(0.75, Numbers(gamma=0.25))  # of g and h
         (1.75, -0.75)
     """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from marsopt.rules import checks
-from marsopt.rules.hyperparameters import check_fields, structure
+from marsopt.rules.options import check_fields, structure
 
 Kind = Literal["2d", "batched", "flattened"]
 

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from marsopt.rules import checks
-from marsopt.rules.hyperparameters import check_fields, structure
 from marsopt.rules.numerics import nonzero
+from marsopt.rules.options import check_fields, structure
 
 if TYPE_CHECKING:  # shapes, which tests/library/test_shapes.py checks
     from jaxtyping import Float

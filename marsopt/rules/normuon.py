@@ -12,11 +12,18 @@ from torch import Tensor
 
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
-from marsopt.rules.component import Average, Buffer, MatrixInput, MatrixOutput, Tensors
-from marsopt.rules.hyperparameters import Numbers, number, structure
+from marsopt.rules.component import (
+    Average,
+    Buffer,
+    MatrixInput,
+    MatrixOutput,
+    Numbers,
+    Tensors,
+)
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.newton_schulz import batched
 from marsopt.rules.numerics import at, complement, nonzero, root, working_dtype
+from marsopt.rules.options import number, structure
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, MatrixAverage
 
 OF_ROWS = 3  # scalars of a step that the owner reads: eps, beta2, 1 - beta2

@@ -17,11 +17,12 @@ from marsopt.rules.component import (
     MatrixInput,
     MatrixOutput,
     MatrixPreconditioner,
+    Numbers,
     Tensors,
 )
-from marsopt.rules.hyperparameters import Numbers, number, structure
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.numerics import complement, product
+from marsopt.rules.options import number, structure
 
 SCALES = ORIGINAL, MATCH_RMS_ADAMW = "original", "match_rms_adamw"  # as torch's Muon
 

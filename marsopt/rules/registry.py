@@ -25,12 +25,12 @@ from marsopt.rules.component import (
     like_x,
 )
 from marsopt.rules.formats import LOW_BITS
-from marsopt.rules.hyperparameters import Table, table
 from marsopt.rules.lion import Lion, SignAverage
 from marsopt.rules.mars import Approximate, Exact
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.normuon import NorMuon
 from marsopt.rules.numerics import LOG_TIME_BETA, LOG_TIME_NESTEROV
+from marsopt.rules.options import Table, options_of
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, Orthogonal
 
 # The rule of tensors that are not matrices: the rule itself; an AdamW with numbers of
@@ -49,7 +49,7 @@ FOLLOWED = {name: name.removesuffix("_1d") for name in FALLBACKS["itself"]}
 # The hyperparameters of the AdamW beside a rule that have a name of their own.
 BESIDE = {**FOLLOWED, "nesterov_1d": "nesterov"}
 # The keys of groups for the AdamW beside a rule; their ``nesterov`` is the rule's.
-FALLBACK_TABLE = {n: line for n, line in table(AdamW).items() if n != "nesterov"}
+FALLBACK_TABLE = {n: line for n, line in options_of(AdamW).items() if n != "nesterov"}
 OF_SOME_GROUPS = {*FALLBACK_TABLE, "nesterov"}
 # The ``betas`` that a rule does not read: the authors' values.
 UNUSED_BETAS = (0.95, 0.99)
@@ -95,15 +95,15 @@ class NamedRule:
         """Its preconditioner's hyperparameters, with its own defaults."""
         return {
             name: line._replace(default=self.defaults.get(name, line.default))
-            for name, line in table(self.preconditioner).items()
+            for name, line in options_of(self.preconditioner).items()
         }
 
     @property
     def options(self) -> Table:
         """The options of ``marsopt.rule`` for it: the fields of its components."""
-        lines = {**self.table, **table(Matrices)}
+        lines = {**self.table, **options_of(Matrices)}
         for kind in CORRECTIONS.values() if self.is_mars else ():
-            lines |= {n: line for n, line in table(kind).items() if n not in lines}
+            lines |= {n: line for n, line in options_of(kind).items() if n not in lines}
         return lines
 
     def __str__(self) -> str:

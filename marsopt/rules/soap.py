@@ -20,9 +20,9 @@ from marsopt.rules.component import (
     MatrixInput,
     MatrixOutput,
     MatrixPreconditioner,
+    Numbers,
     Tensors,
 )
-from marsopt.rules.hyperparameters import Numbers, number, structure
 from marsopt.rules.matrices import LARGE, Matrices
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.numerics import (
@@ -33,6 +33,7 @@ from marsopt.rules.numerics import (
     root,
     working,
 )
+from marsopt.rules.options import number, structure
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, SCALES, lr_scale
 from marsopt.rules.registry import NamedRule, register
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from marsopt.rules import numerics
 from marsopt.rules.checks import Number
-from marsopt.rules.component import Algorithm
-from marsopt.rules.hyperparameters import Numbers
+from marsopt.rules.component import Algorithm, Numbers
 from marsopt.rules.numerics import HALF, at, root, scalar_dtype
 from marsopt.step.leaf import Index
 
@@ -35,8 +34,8 @@ class Inputs(NamedTuple):
     def read(self) -> Numbers:
         """Return the numbers of each norm by name, 0-D or (N,)."""
         if self.group_of_norm is None:
-            return self.algorithm.read(iter(self.numbers[0].unbind()))
-        return self.algorithm.read(iter(self.numbers[self.group_of_norm].unbind(1)))
+            return self.algorithm.read(self.numbers[0].unbind())
+        return self.algorithm.read(self.numbers[self.group_of_norm].unbind(1))
 
 
 class StepScalars(NamedTuple):

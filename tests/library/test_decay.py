@@ -88,7 +88,7 @@ def test_what_it_sets(mars_type):
     assert getattr(alone.preconditioner, "nesterov", None) == weight
     routed = marsopt.mars(mars_type=mars_type, log_time=8)
     for algorithm in filter(None, (alone, routed.matrix, routed.rest)):
-        numbers = algorithm.read(iter(algorithm.defaults(0.1, None)))
+        numbers = algorithm.read(algorithm.defaults(0.1, None))
         assert algorithm.preconditioner.beta1(numbers) == 0.999
         assert numbers.log_time == 8
 

@@ -20,12 +20,12 @@ from torch._dynamo.utils import counters
 
 import marsopt
 from marsopt import MARS, REGISTRY
-from marsopt.functional.options import ModelOptions, Options
+from marsopt.functional.keywords import ModelOptions, Options
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
 from marsopt.rules.component import Average, Correction
-from marsopt.rules.hyperparameters import number, structure
+from marsopt.rules.options import number, structure
 from marsopt.rules.registry import CORRECTIONS, NamedRule
 from tests.components import check_component
 from tests.factors import Factors

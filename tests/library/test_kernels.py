@@ -28,7 +28,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import marsopt
 from marsopt.parallel import MeshCollectives
 from marsopt.rules import numerics
-from marsopt.rules.hyperparameters import Numbers, number_fields
+from marsopt.rules.component import Numbers, number_fields
 from marsopt.rules.lion import SignAverage
 from marsopt.rules.newton_schulz import NewtonSchulz
 from marsopt.rules.numerics import working, working_dtype

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad
 
 import marsopt
-from marsopt.functional.options import Options, Parts
+from marsopt.functional.keywords import Options, Parts
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.optim.state_dict import STAGE_COUNT
 from marsopt.rules.registry import RuleName

@@ -18,8 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import marsopt
 from marsopt import MARS, SOAP, NewtonSchulz
 from marsopt.parallel import MeshCollectives
-from marsopt.rules.component import MatrixInput
-from marsopt.rules.hyperparameters import Numbers, number_fields
+from marsopt.rules.component import MatrixInput, Numbers, number_fields
 from tests.conformance.oracle import Oracle
 from tests.messages import Messages, pretended
 from train.forecast import models

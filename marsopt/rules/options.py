@@ -1,5 +1,5 @@
-"""The table of hyperparameters: the fields of the dataclasses that rules are made of,
-with their texts from the docstrings.
+"""The table of options: the fields of the dataclasses that rules are made of, with
+their texts from the docstrings.
 
 A field made by ``number`` is a default of param groups: formulas are given the numbers
 of each step as arguments, ``Numbers``. Any other field is structure, a Python value
@@ -9,13 +9,12 @@ that formulas depend on.
 from __future__ import annotations
 
 import inspect
-import itertools
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 
@@ -58,22 +57,20 @@ def structure(
     return field(default=default, metadata=dict(check=check, name=name, whole=whole))
 
 
-class Hyperparameter(NamedTuple):
+NO_OPTION = {"option": False}  # the metadata of a field that users set by other names
+
+
+class Option(NamedTuple):
     """A line of the table."""
 
     name: str  # as users write it
     default: Any
     hint: Any  # its type
     check: Check | None
-    is_number: bool
-    is_whole: bool
-    beta: int | None
-    is_pair: bool
     text: str  # its description in the docstring of the dataclass
-
-    def plain(self, value: Any) -> Any:
-        """Return a value of it as Python and torch write it (``checks.plain``)."""
-        return checks.plain(value, is_pair=self.is_pair)
+    is_number: bool = False
+    is_whole: bool = False
+    beta: int | None = None
 
     @property
     def may_be_none(self) -> bool:
@@ -94,39 +91,49 @@ class Hyperparameter(NamedTuple):
         return torch.dtype in (self.hint, *get_args(self.hint))
 
 
-Table = Mapping[str, Hyperparameter]
+Table = Mapping[str, Option]
 
 MOST_NAMES = 4  # that an error about unknown arguments shows
 
-# of fields that bring no check of their own, by type
+# checks of fields without a check, by type
 CHECKS: dict[Any, Check] = {
     bool: checks.true_or_false,
     bool | None: checks.none_or(checks.true_or_false),
 }
 
 
+def _fields(component: type) -> Iterator[tuple[Field[Any], Any]]:
+    """Yield the fields of a dataclass that are options, or hold a dataclass of options,
+    each with that dataclass or None.
+    """
+    for f in fields(component):
+        if f.metadata.get("option", True):
+            is_nested = is_dataclass(f.default) and not isinstance(f.default, type)
+            yield f, f.default if is_nested else None
+
+
 @cache
-def table(component: type) -> Table:
-    """Return the hyperparameters of a dataclass, and of those that are its fields, by
+def options_of(component: type) -> Table:
+    """Return the options of a dataclass, and of the dataclasses that are its fields, by
     the name that users write.
     """
     hints, texts = get_type_hints(component), _texts(component)
-    lines: dict[str, Hyperparameter] = {}
-    for f in fields(component):
-        if is_dataclass(f.default) and not isinstance(f.default, type):
-            lines |= table(type(f.default))
+    lines: dict[str, Option] = {}
+    for f, nested in _fields(component):
+        if nested is not None:
+            kind: type = type(nested)
+            lines |= options_of(kind)
             continue
         hint = hints[f.name]
-        lines[_name(f)] = Hyperparameter(
+        lines[_name(f)] = Option(
             _name(f),
             f.default,
             hint,
             f.metadata.get("check") or CHECKS.get(hint),
+            texts.get(f.name, ""),
             f.metadata.get("number", False),
             f.metadata.get("whole", False),
             f.metadata.get("beta"),
-            tuple in [get_origin(h) for h in (hint, *get_args(hint))],
-            texts.get(f.name, ""),
         )
     return lines
 
@@ -147,12 +154,11 @@ def arguments(component: type, values: Mapping[str, Any]) -> dict[str, Any]:
     its fields. None stands for the dataclass's own value, unless it is a value itself.
     """
     by_field: dict[str, Any] = {}
-    known = table(component)
-    for f in fields(component):
-        if is_dataclass(f.default) and not isinstance(f.default, type):
-            nested = arguments(type(f.default), values)
-            if nested:
-                by_field[f.name] = replace(f.default, **nested)
+    known = options_of(component)
+    for f, nested in _fields(component):
+        if nested is not None:
+            if of_nested := arguments(type(nested), values):
+                by_field[f.name] = replace(nested, **of_nested)
             continue
         line = known[_name(f)]
         if line.beta is not None and "betas" in values:
@@ -171,113 +177,14 @@ def check_fields(component: Any) -> None:
         ValueError: one is out of its range.
     """
     kind: type = type(component)
-    known = table(kind)
-    for f in fields(component):
-        if (line := known.get(_name(f))) is None:  # a component of it
+    known = options_of(kind)
+    for f, nested in _fields(kind):
+        if nested is not None:
             continue
-        value = getattr(component, f.name)
+        line, value = known[_name(f)], getattr(component, f.name)
         if line.check is not None:
             line.check(line.name, value)
-        object.__setattr__(component, f.name, line.plain(value))
-
-
-# ---- a hyperparameter's numbers, and the rest of it ----------------------------------
-
-
-def dynamic(value: Any) -> list[Any]:
-    """Return the numbers that a hyperparameter holds: of a pair two, of True, False and
-    None none.
-    """
-    if value is None or isinstance(value, bool):
-        return []
-    if isinstance(value, tuple | list):
-        return [number for part in value for number in dynamic(part)]
-    return [value]
-
-
-def static(value: Any) -> Any:
-    """Return all of a hyperparameter but its numbers, hashable: the formula depends on
-    it.
-    """
-    kind = type(value)
-    if value is None or kind is bool:
-        return value
-    if kind is float:
-        return kind
-    if kind is not tuple and kind is not list:
-        value = checks.plain(value, is_pair=True)
-    return tuple(map(static, value)) if isinstance(value, tuple | list) else float
-
-
-def rejoined(value: Any, numbers: Iterator[Any]) -> Any:
-    """Return a hyperparameter with the next of these in place of its numbers."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, tuple | list):
-        return tuple([rejoined(part, numbers) for part in value])
-    return next(numbers)
-
-
-class Numbers:
-    """The numbers of a step as attributes: ``lr``, and the fields of an algorithm's
-    components that are made by ``number``. Each is a number, or a tensor with an entry
-    for each of N norms; a pair of numbers is a tuple.
-    """
-
-    def __init__(self, **values: Any) -> None:
-        self.__dict__.update(values)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"no component has the number {name!r}")
-
-
-def number_fields(component: Any) -> dict[str, Any]:
-    """Return the fields made by ``number``, with their values."""
-    return {
-        f.name: getattr(component, f.name)
-        for f in fields(component)
-        if f.metadata.get("number")
-    }
-
-
-def beta_of(component: Any, name: str) -> int | None:
-    """Return the place in ``betas`` of a component's field, if it has one."""
-    kind: type = type(component)
-    line = table(kind).get(name)
-    return None if line is None else line.beta
-
-
-def is_built_in(component: Any) -> bool:
-    """Return whether a component, or its absence, is of this package."""
-    return component is None or type(component).__module__.startswith("marsopt.")
-
-
-def form_of(component: Any) -> Hashable:
-    """Return all of a component that its formulas depend on: its class and structure,
-    and which of its numbers there are. A class of a user may read its fields in a
-    formula: each of its instances is a form of its own.
-    """
-    if component is None:
-        return None
-    if not is_built_in(component):
-        return id(component)
-    values = {f.name: getattr(component, f.name) for f in fields(component)}
-    values |= {n: static(value) for n, value in number_fields(component).items()}
-    return type(component), *values.items()
-
-
-def without_numbers(component: Any) -> Any:
-    """Return a component that holds no number: ``...`` in its place fails where a
-    formula reads it. A component of a user's class stays as it is.
-    """
-    if component is None or not is_built_in(component):
-        return component
-    bare = object.__new__(type(component))
-    values = {f.name: getattr(component, f.name) for f in fields(component)}
-    for name, value in number_fields(component).items():
-        values[name] = rejoined(value, itertools.repeat(...))
-    bare.__dict__.update(values)
-    return bare
+        object.__setattr__(component, f.name, checks.plain(value))
 
 
 def check_values(known: Table, values: Mapping[str, Any]) -> None:

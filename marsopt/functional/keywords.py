@@ -1,5 +1,5 @@
-"""Names and types of all options, for editors and type checkers: Python itself checks
-them by the dataclasses that rules are made of, which a test compares with these.
+"""Names and types of all options, for editors and type checkers. Python checks options
+by ``marsopt/rules/options.py``, which a test compares with these.
 """
 
 from collections.abc import Mapping
