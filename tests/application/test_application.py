@@ -444,6 +444,14 @@ SETTINGS = {
         dict(optimizer__embedding_weight_decay=-1.0),
         "got weight_decay=-1.0",
     ),
+    "master weights of a model in float32": (
+        dict(optimizer__master_weight_bits=32),
+        "got optimizer.master_weight_bits=32 with training.dtype=float32",
+    ),
+    "master weights": (
+        dict(optimizer__master_weight_bits=16, training__dtype="bfloat16"),
+        "got master_weight_bits=16",
+    ),
     "exact baseline": (
         dict(optimizer__mars_type="muon", optimizer__correction="exact"),
         "got correction='exact' with mars_type='muon'",

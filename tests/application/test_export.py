@@ -14,6 +14,7 @@ import torch
 from tests.application.made import SHAPE as SMALL
 from tests.application.made import STEP, called, refused, training
 from tests.application.runs import ROOT, STEPS, train_tiny
+from tests.library.test_master_weights import rounded
 from train import import_hf, sample
 from train.data import tokenizer_files
 from train.data.tokenizers import Bytes, tokenizer
@@ -21,6 +22,7 @@ from train.errors import UserError
 from train.export import STATE, export
 from train.export import main as export_command
 from train.gpt2 import GPT2, Shape, huggingface
+from train.runs import safe_dcp
 from train.runs.checkpoints import save_model, steps
 from train.runs.initial import note_shape
 from train.runs.settings import SETTINGS, claim
@@ -176,6 +178,24 @@ def test_a_run_of_two_ranks_is_exported(trained, carried):
         with torch.no_grad():
             logits = ours(torch.tensor([ids])), theirs(torch.tensor([ids])).logits
         assert torch.allclose(*logits, rtol=0, atol=1e-5) is same
+
+
+def test_the_weights_of_a_run_in_bfloat16_are_exported(data, tmp_path):
+    """And not its parameters; and a run that resumes has them."""
+    options = "--training.dtype", "bfloat16", "--optimizer.master-weight-bits", "32"
+    run = tmp_path / "run"
+    whole, _, _ = train_tiny(data, run, *options)
+    export(of_run(run, 4), tmp_path / "hf", training_state=True)
+    parameters = GPT2(of_run(run, 4).model.shape).bfloat16().state_dict()
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        safe_dcp.load(parameters, run / "checkpoint/step-4", no_dist=True)
+    for name, weight in huggingface.load(tmp_path / "hf").state_dict().items():
+        assert torch.equal(rounded(weight), parameters[name])
+        assert not torch.equal(weight.bfloat16().float(), weight)
+    path = "--checkpoint.initial-load-path", tmp_path / "hf" / STATE
+    path += ("--checkpoint.no-initial-load-model-only",)
+    losses, _, _ = train_tiny(data, tmp_path / "on", *options, *path)
+    assert losses == {step: whole[step] for step in range(5, STEPS + 1)}
 
 
 def test_sample_from_either_format(trained, carried):

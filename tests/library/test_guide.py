@@ -189,6 +189,13 @@ def setting(heading, names, folder):
             vectors = [p for p in model.parameters() if p.ndim == 1]
             names |= dict(matrices=matrices, norms_and_biases=vectors)
             yield
+        case "Master weights":
+            names["batches"] = [(x.bfloat16(), y.bfloat16()) for x, y in loader[:3]]
+            yield
+            for name, p in model.named_parameters():
+                weight = names["weights"][name]
+                assert torch.equal(weight.bfloat16(), p)
+                assert not torch.equal(weight, p.float())
         case "By a schedule of its own":
             names |= dict(step=10, total=100)
             yield

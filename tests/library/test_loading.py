@@ -16,6 +16,7 @@ from marsopt import MARS, REGISTRY, SOAP, Approximate, Exact
 from marsopt.functional.routing import all_hyperparameters
 from marsopt.optim.state_dict import STAGE_COUNT
 from marsopt.rules.component import MOMENTUM, H, Preconditioner
+from marsopt.rules.formats import LOW_BITS
 from marsopt.rules.registry import RULES
 from tests.stacking import parameters, run, same
 
@@ -185,7 +186,7 @@ def test_the_page_has_all_state_keys():
             _, names = kept.setdefault(buffer.key, (buffer, []))
             names.append(kind.__name__)
     rows = documented()
-    assert set(rows) == {"step", STAGE_COUNT, MOMENTUM, *kept}
+    assert set(rows) == {"step", STAGE_COUNT, MOMENTUM, LOW_BITS, *kept}
     for key, (buffer, names) in kept.items():
         dtype, component, home = rows[key]
         assert dtype == str(buffer.dtype).removeprefix("torch."), key

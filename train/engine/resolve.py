@@ -74,7 +74,7 @@ def resolve(config, world: int) -> None:
         (_check_batches, {"training"}),
         (_check_warmup, {"training", "lr_scheduler"}),
         (_check_decay, {"training", "lr_scheduler"}),
-        (_check_rule, {"optimizer"}),
+        (_check_rule, {"optimizer", "training"}),
         (_check_floor, {"lr_scheduler"}),
         (_check_data, {"training", "debug", "dataloader", "validator"}),
         (_fill_in, {"training"}),
@@ -196,10 +196,16 @@ def _check_decay(config, world: int) -> None:
 
 
 def _check_rule(config, world: int) -> None:
-    opt = config.optimizer
+    opt, dtype = config.optimizer, config.training.dtype
+    if opt.master_weight_bits is not None and dtype != "bfloat16":
+        raise UserError(
+            f"got optimizer.master_weight_bits={opt.master_weight_bits} with "
+            f"training.dtype={dtype}, expected a model in bfloat16: give "
+            "--training.dtype bfloat16, or leave the bits out"
+        )
     try:
         checks.positive("lr", opt.lr)
-        mars(**opt.rule_options())
+        mars(**opt.rule_options(), master_weight_bits=opt.master_weight_bits)
         mars(weight_decay=opt.embedding_weight_decay)
         NewtonSchulz(dtype=getattr(torch, opt.ns_dtype))
     except (ValueError, TypeError) as error:

@@ -96,6 +96,9 @@ class MarsOptimizers(MarsOptimizersContainer):
         """Working precision of Newton-Schulz."""
         h_dtype: Literal["bfloat16"] | None = None
         """dtype of the kept gradient: bfloat16 halves its memory; None = fp32."""
+        master_weight_bits: Literal[24, 32] | None = None
+        """Bits of the weights of a model in training.dtype=bfloat16; None = those 16.
+        """
         compile: bool | None = None
         """Compile the step: None = where this machine can."""
 
@@ -159,7 +162,7 @@ class MarsOptimizers(MarsOptimizersContainer):
     def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
         names = [n for part in model_parts for n, _ in part.named_parameters()]
         # of a step
-        working = "ns_dtype", "h_dtype", "compile"
+        working = "ns_dtype", "h_dtype", "master_weight_bits", "compile"
         given = config.options() | {name: getattr(config, name) for name in working}
         config = replace(
             config,

@@ -7,9 +7,11 @@ from contextlib import suppress
 from os.path import lexists
 from pathlib import Path
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
+from marsopt.rules.formats import LOW_BITS, joined
 from train.errors import UserError
 from train.files import remove_folder
 from train.gpt2 import GPT2, Shape, tensor_sizes
@@ -81,6 +83,9 @@ def check(path: Path, shape: Shape, *, whole: bool = False) -> None:
     """
     index, sizes = _read_index(path), tensor_sizes(shape)
     saved = index.state_dict_metadata
+    sizes |= {
+        _low_bits(name): sizes[name] for name in sizes if _low_bits(name) in saved
+    }
     layers = {name for name in saved if name.startswith("layers.")}
     for name in sorted(sizes.keys() | layers):
         size = tuple(getattr(saved.get(name), "size", ())) or None
@@ -148,15 +153,29 @@ def delete(path: Path) -> None:
     remove_folder(path)
 
 
+def _low_bits(name: str) -> str:
+    """Return the entry of the bits below a bfloat16 weight, of a run that has them."""
+    return f"optimizer.state.{name}.{LOW_BITS}"
+
+
 def load_model(folder: Path, shape: Shape, step: int | None = None) -> GPT2:
     """Return the model of the checkpoint of ``step``, or the newest, of a run on any
-    number of ranks, which was checked.
+    number of ranks, which was checked: its weights, not the parameters that these were
+    rounded to.
     """
     path = checkpoint(folder, step)
     model = GPT2(shape)
-    state = model.state_dict()
+    state, saved = model.state_dict(), read_index(path).state_dict_metadata
+    entries = {name: saved.get(_low_bits(name)) for name in state}
+    low = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if entry is not None
+    }
     with _alone():
-        load(state, path, no_dist=True)
+        load(state | {_low_bits(n): x for n, x in low.items()}, path, no_dist=True)
+    for name, bits in low.items():
+        state[name] = joined(state[name].to(torch.bfloat16), bits)
     model.load_state_dict(state)
     return model.eval()
 
