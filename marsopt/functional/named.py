@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from marsopt.functional.keywords import Options
-from marsopt.functional.routing import (
-    algorithm_of,
-    all_hyperparameters,
-    assembled,
-    check_suits,
+from marsopt.functional.authors import (
+    all_options,
+    check_options,
     check_taken,
-    of_matrices,
-    of_rest,
+    matrix_values,
+    rest_values,
 )
+from marsopt.functional.keywords import Options
 from marsopt.functional.rule import Rule
 from marsopt.rules.options import check_names, check_values
-from marsopt.rules.registry import RuleName, correction_named, named, resolve
+from marsopt.rules.registry import RuleName, named, resolve
 
 
 def rule(name: RuleName, **options: Unpack[Options]) -> Rule:
@@ -58,28 +56,28 @@ def rule(name: RuleName, **options: Unpack[Options]) -> Rule:
         True
     """
     row = named(name, "name")
-    whole = {"max_norm", "state_dtype", "stochastic_rounding", "master_weight_bits"}
-    whole |= {"is_approx", "correction"} if row.is_mars else set()
-    check_names(options, {*row.options, *whole}, f"the rule {row.name!r}")
+    more = {"max_norm", "is_approx", "correction"} if row.is_mars else {"max_norm"}
+    check_names(options, {*row.options, *more}, f"the rule {row.name!r}")
     check_values(row.options, options)  # whether they are read or not
     given: dict[str, Any] = {**options}
     given = row.log_time_options(given.get("log_time")) | given
-    kind = correction_named(
-        resolve(given.get("is_approx", True), given.get("correction"))
-    )
+    correction = resolve(given.get("is_approx", True), given.get("correction"))
     if row.is_mars:
-        check_suits(row, kind, {k: given[k] for k in given.keys() - row.table})
-    return Rule(matrix=assembled(row, kind, given), max_norm=given.get("max_norm"))
+        others = {n: value for n, value in given.items() if n not in row.table}
+        check_options(row, correction, others)
+    given["correction"] = correction.name
+    return Rule(matrix=row.algorithm(given), max_norm=given.get("max_norm"))
 
 
 def mars(*, mars_type: RuleName = "mars-adamw", **options: Unpack[Options]) -> Rule:
     """Return the authors' routing as one rule: ``mars_type`` moves matrices, and AdamW
     moves the other tensors. ``MARS`` takes the same options.
 
-        Choice         is_approx, correction, max_norm, state_dtype,
-                       stochastic_rounding, master_weight_bits
-        Rest           optimize_1d, base_lr, lr_1d, betas_1d, weight_decay_1d,
+        OptimizerOptions
+                       is_approx, correction, max_norm
+        RestOptions    optimize_1d, base_lr, lr_1d, betas_1d, weight_decay_1d,
                        nesterov_1d
+        Algorithm      state_dtype, stochastic_rounding, master_weight_bits
         Correction     gamma, clip, clip_per, h_dtype
         Matrices       matrices (the field ``kind``), splits
         AdamW          betas, eps, weight_decay, cautious_weight_decay, amsgrad,
@@ -90,12 +88,11 @@ def mars(*, mars_type: RuleName = "mars-adamw", **options: Unpack[Options]) -> R
         SOAP           shampoo_beta, sides, precondition_frequency, max_dim, stagger,
                        orthogonalize
 
-    The dataclasses on the left explain the options on the right; ``Choice`` and
-    ``Rest`` are in ``marsopt.functional.routing``. If rules have different defaults,
-    None means the rule's own, which ``print(marsopt.REGISTRY[mars_type])`` lists. The
-    two betas stand for the momentum and ``beta2`` of a rule that has these fields.
-    ``log_time`` holds for all tensors; it sets betas that are not given to 0.999, and
-    ``nesterov`` to 0.2.
+    The dataclasses on the left explain the options on the right; the first two are in
+    ``marsopt.functional.authors``. If rules have different defaults, None means the
+    rule's own, which ``print(marsopt.REGISTRY[mars_type])`` lists. The two betas stand
+    for the momentum and ``beta2`` of a rule that has these fields. ``log_time`` holds
+    for all tensors; it sets betas that are not given to 0.999, and ``nesterov`` to 0.2.
 
     Args:
         mars_type: a name in ``marsopt.REGISTRY``: the rule of matrices.
@@ -115,18 +112,20 @@ def mars(*, mars_type: RuleName = "mars-adamw", **options: Unpack[Options]) -> R
         True
     """
     # a step is given its lr, and ratios are of param groups
-    known = all_hyperparameters().keys() - {"lr", "lr_ratio", "lr_1d_ratio"}
+    known = all_options().keys() - {"lr", "lr_ratio", "lr_1d_ratio"}
     check_names(options, known, "mars")
     row = named(mars_type)
     given: dict[str, Any] = {"mars_type": mars_type, **options}
-    values = {n: value for n, value in given.items() if value is not None}
-    log_time = row.log_time_defaults(options.get("log_time"))
-    values = {**given, **row.hyperparameters, **log_time, **values}
-    matrix, rest = algorithm_of(of_matrices(values)), of_rest(values)
+    explicit = {n: value for n, value in given.items() if value is not None}
+    correction = resolve(given.get("is_approx", True), given.get("correction"))
+    check_options(row, correction, explicit)
     check_taken([row.name], options.get("correction"))
+    defaults = row.group_defaults(options.get("log_time"))
+    values = {**given, **defaults, **explicit, "correction": correction.name}
+    rest = rest_values(values)
     return Rule(
-        matrix=matrix,
-        rest=None if rest is None else algorithm_of(rest),
+        matrix=row.algorithm(matrix_values(values)),
+        rest=None if rest is None else named(rest["mars_type"]).algorithm(rest),
         rest_ratio=None if rest is None else rest.get("lr_ratio"),
         max_norm=options.get("max_norm"),
     )

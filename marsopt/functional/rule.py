@@ -34,6 +34,7 @@ from marsopt.rules import checks
 from marsopt.rules.checks import Number
 from marsopt.rules.component import Algorithm
 from marsopt.rules.numerics import without_autocast
+from marsopt.rules.options import NO_OPTION, check_fields, number
 from marsopt.step.owners import LOCAL, Collectives, check_collectives
 from marsopt.step.step import Pure, exchanges_of, step
 
@@ -94,22 +95,15 @@ class Rule:
         ['h', 'm', 'v']
     """
 
-    matrix: Algorithm
-    rest: Algorithm | None = None
-    rest_ratio: Number | None = None
-    max_norm: Number | None = None
-    lr: Number = 3e-3
-    routes: Mapping[str, Route] = field(default_factory=dict)
+    matrix: Algorithm = field(metadata=NO_OPTION)
+    rest: Algorithm | None = field(default=None, metadata=NO_OPTION)
+    rest_ratio: Number | None = number(None, checks.none_or(checks.at_least_zero))
+    max_norm: Number | None = number(None, checks.positive_or_none)
+    lr: Number = number(3e-3, checks.at_least_zero)
+    routes: Mapping[str, Route] = field(default_factory=dict, metadata=NO_OPTION)
 
     def __post_init__(self) -> None:
-        for name, check in (
-            ("max_norm", checks.positive_or_none),
-            ("rest_ratio", checks.none_or(checks.at_least_zero)),
-            ("lr", checks.at_least_zero),
-        ):
-            value = getattr(self, name)
-            check(name, value)
-            object.__setattr__(self, name, checks.plain(value))
+        check_fields(self)
 
     def init(self, params: Tree, *, collectives: Collectives = LOCAL) -> RuleState:
         """Return the state before the first step: only the buffers that this rule

@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 from marsopt import MARS
-from marsopt.functional.routing import all_hyperparameters, of_adamw
+from marsopt.functional.authors import adamw_values, all_options
 from marsopt.models.names import NAMES
 from marsopt.parallel.mesh import over_meshes
 from marsopt.rules import checks
-from marsopt.rules.options import check_names
+from marsopt.rules.options import check_names, check_values
 from marsopt.rules.registry import named
 
 __all__ = ["MarsOptimizersContainer", "build_mars", "default_mars"]
@@ -73,14 +73,14 @@ def build_mars(groups: Iterable[dict[str, Any]], **options: Any) -> MARS:
 
 def _whole() -> list[str]:
     """Return the options that are one value for MARS: no param group has its own."""
-    known = all_hyperparameters().values()
+    known = all_options().values()
     return [line.name for line in known if line.is_whole] + ["nonfinite", "compile"]
 
 
 def _from_text(options: dict[str, Any]) -> dict[str, Any]:
     """Return ``options`` with dtypes in place of their names."""
     resolved = dict(options)
-    for line in all_hyperparameters().values():
+    for line in all_options().values():
         name = options.get(line.name)
         if line.is_dtype and isinstance(name, str):
             resolved[line.name] = getattr(torch, name, None)
@@ -153,7 +153,7 @@ def default_mars(
         TypeError: an option that ``MARS`` does not have.
     """
     check_names(
-        options, {**all_hyperparameters(), **signature(MARS).parameters}, "marsopt.MARS"
+        options, {**all_options(), **signature(MARS).parameters}, "marsopt.MARS"
     )
     defaults: dict[str, Any] = dict(lr_1d=lr, weight_decay_1d=0.0)
     if options.get("log_time") is None:  # which has betas of its own
@@ -164,8 +164,8 @@ def default_mars(
     layers = dict(mars_type=mars_type, lr=lr, matrices="batched") | per_group
     row = named(mars_type)
     given = {k: v for k, v in layers.items() if v is not None}
-    log_time = row.log_time_defaults(given.get("log_time"))
-    beside = of_adamw({**row.hyperparameters, **log_time, **given})
+    check_values(all_options(), given)
+    beside = adamw_values(row.group_defaults(given.get("log_time")) | given)
     of_whole = {k: v for k, v in options.items() if k in whole} | {"lr": lr}
     return MarsOptimizersContainer.Config(
         param_groups=[

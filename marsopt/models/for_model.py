@@ -13,20 +13,13 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
+from marsopt.functional.authors import all_options, check_taken
 from marsopt.functional.keywords import ModelOptions, RoleOptions
-from marsopt.functional.routing import (
-    algorithm_of,
-    all_hyperparameters,
-    check_taken,
-    of_matrices,
-    of_rest,
-)
 from marsopt.functional.rule import Route, Rule
 from marsopt.models.param_groups import param_groups
-from marsopt.optim.groups import constructor_values, fill_defaults
+from marsopt.optim.groups import constructor_values, fill_defaults, kinds_of, values_of
 from marsopt.optim.mars import MARS
-from marsopt.rules.matrices import Matrices
-from marsopt.rules.options import arguments, check_names
+from marsopt.rules.options import check_names
 from marsopt.rules.registry import RuleName, named
 from marsopt.step.owners import LOCAL, Collectives
 
@@ -141,7 +134,7 @@ def rule_for(
         [True, False]
     """
     plan = _plan(model, mars_type, lr, options)
-    known = all_hyperparameters().keys() - {"lr_ratio"}
+    known = all_options().keys() - {"lr_ratio"}
     check_names(plan.whole, known, "marsopt.rule_for")
     given: dict[str, Any] = dict(is_approx=True, correction=None, lr=plan.lr)
     values = constructor_values(given | {"mars_type": mars_type} | plan.whole)
@@ -149,18 +142,16 @@ def rule_for(
     check_taken([group["mars_type"] for group in plan.groups], whole["correction"])
     routes: dict[str, Route] = {}
     for group in plan.groups:
-        members = dict(group.pop("params"))
         fill_defaults(group, whole, values.defaults)
-        hidden, rest = of_matrices(group), of_rest(group)
-        takes = Matrices(**arguments(Matrices, hidden)).takes
-        matrices = [n for n, p in members.items() if rest is None or takes(p.shape)]
-        others = [name for name in members if name not in {*matrices}]
-        for names, numbers in ((matrices, hidden), (others, rest)):
-            if names and numbers is not None:
-                key = names[0] + (f" (+{len(names) - 1})" if len(names) > 1 else "")
-                numbers = values.whole | values.defaults | numbers
-                ratio = numbers["lr_ratio"]
-                routes[key] = Route(algorithm_of(numbers), ratio, frozenset(names))
+        all_names, group["params"] = zip(*group["params"], strict=True)
+        kinds = kinds_of(group)
+        for is_matrix in sorted({*kinds}, reverse=True):
+            pairs = zip(all_names, kinds, strict=True)
+            names = [name for name, kind in pairs if kind is is_matrix]
+            numbers = values.whole | values.defaults | values_of(group, is_matrix)
+            algorithm = named(numbers["mars_type"]).algorithm(numbers)
+            key = names[0] + (f" (+{len(names) - 1})" if len(names) > 1 else "")
+            routes[key] = Route(algorithm, numbers["lr_ratio"], frozenset(names))
     first = next(iter(routes.values())).algorithm
     max_norm = plan.whole["max_norm"]
     return Rule(matrix=first, max_norm=max_norm, lr=plan.lr, routes=routes)

@@ -8,15 +8,16 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from marsopt.functional.authors import REST, rest_values
 from marsopt.functional.buffers import check_unflattened
 from marsopt.functional.keywords import Parts
-from marsopt.functional.routing import of_rest
 from marsopt.models.names import TABLES
 from marsopt.models.roles import roles, splits_of
 from marsopt.models.walk import ignored_by_ddp
 from marsopt.rules import checks
 from marsopt.rules.checks import Number, Weight
 from marsopt.rules.matrices import Matrices
+from marsopt.rules.options import check_values
 from marsopt.rules.registry import RuleName, named
 
 log = logging.getLogger(__name__)
@@ -146,13 +147,14 @@ def param_groups(
         nesterov_1d=nesterov_1d,
     )
     of_1d = {name: value for name, value in of_1d.items() if value is not None}
+    check_values(REST, of_1d)
     tables = hidden | {"weight_decay": 0.0}
     everything = row.fallback == "itself"
     if everything:
-        vectors = of_rest(tables | of_1d) or tables
+        vectors = rest_values(tables | of_1d) or tables
     else:
-        defaults = row.hyperparameters | row.log_time_defaults(log_time)
-        vectors = of_rest(defaults | hidden | of_1d) or hidden
+        defaults = row.group_defaults(log_time)
+        vectors = rest_values(defaults | hidden | of_1d) or hidden
     if row.matrix_only and not everything:
         undecayed = row.fallback == "adamw_1d" and weight_decay_1d is None
         tables = vectors | ({"weight_decay": 0.0} if undecayed else {})

@@ -4,6 +4,7 @@ gradients and state as the groups of a step, and says when they have changed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,7 @@ from marsopt.functional.buffers import (
     start_at_owner,
     start_beside,
 )
-from marsopt.optim.groups import check_structure, kinds_of, labels, moves
+from marsopt.optim.groups import check_group, kinds_of, labels, moves
 from marsopt.optim.loading import as_tensor
 from marsopt.optim.numbers import Row, Table
 from marsopt.optim.small import SMALL, Pack
@@ -30,7 +31,7 @@ from marsopt.rules.component import Algorithm, Buffer, MatrixCost, owned_shapes
 from marsopt.rules.numerics import working, working_dtype
 from marsopt.rules.registry import STATE_KEYS
 from marsopt.step import kernels
-from marsopt.step.decide import Decision, Inputs, largest_square
+from marsopt.step.decide import Decision, Inputs
 from marsopt.step.leaf import Leaf, common_dtype, index_of, leaf_of, memory_of
 from marsopt.step.leaf import is_dense as is_memory
 from marsopt.step.owners import LOCAL, Collectives, OwnerBuffer, Tensors
@@ -131,8 +132,8 @@ class Binding:
         names = dict(labels(groups))
         self._rows: list[Row] = []
         by_formula: dict[Hashable, list[Member]] = {}
-        for group in filter(itemgetter("params"), groups):
-            check_structure(group, options)
+        for group in groups:
+            check_group(group, options)
             rows: dict[bool, Row] = {}
             for p, kind in zip(group["params"], kinds_of(group), strict=True):
                 if not moves(p, state):
@@ -523,36 +524,29 @@ class Binding:
                 yield member.p, member.state["h"]
 
     def describe_nonfinite(self, sums: Tensor) -> str:
-        """Name the parameters with gradients that are not finite, or too large for
-        their state, by the complete sums of the step.
+        """Return the error of a step that is not finite: which norm is largest, and
+        the parameter that it is of.
+
+        Args:
+            sums: the complete sums of the step, (norms, pairs + 1).
         """
-        largest = [
-            largest_square(group.algorithm, group.inputs.dtype)
-            for group in self.groups
-            for _ in range(sum(group.num_norms))
-        ]
-        bounds = torch.tensor(largest, dtype=sums.dtype, device=sums.device)
-        fits = (sums.abs() <= bounds[:, None]).all(1)  # not so of NaN
-        bad = fits.logical_not().nonzero().flatten().tolist()
-        owners = [
-            member
-            for group in self.groups
-            for member, num in zip(group.members, group.num_norms, strict=True)
-            for _ in range(num)
-        ]
-        blamed = list(dict.fromkeys(owners[row].label for row in bad))
-        if not blamed:
+        largest = sums.abs().nan_to_num(math.inf, math.inf).amax(1)
+        if largest.isfinite().all():
             return (
                 "got a learning rate in a tensor that is not finite, expected a number "
                 ">= 0: nothing has changed; look at what sets it"
             )
-        named = ", ".join(blamed[:3])
-        more = ", ..." if len(blamed) > 3 else ""
+        labels = [
+            member.label
+            for group in self.groups
+            for member, num in zip(group.members, group.num_norms, strict=True)
+            for _ in range(num)
+        ]
+        norm = int(largest.argmax())
         return (
             "got a gradient that is not finite, or whose square overflows, in "
-            f"{len(blamed)} of {len(self.members)} parameters ({named}{more}), "
-            "expected numbers: nothing has changed; lower the learning rate, or pass "
-            "nonfinite='skip' to go on"
+            f"{labels[norm]} (norm {norm} of {len(labels)}), expected numbers: nothing "
+            "has changed; lower the learning rate, or pass nonfinite='skip' to go on"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -10,38 +10,33 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from marsopt.functional.buffers import check_overlap, check_parameter
-from marsopt.functional.routing import (
-    Rest,
-    algorithm_of,
-    all_hyperparameters,
-    check_suits,
-    hyperparameters_of,
-    of_matrices,
-    of_rest,
+from marsopt.functional.authors import (
+    OPTIMIZER,
+    REST,
+    all_options,
+    check_options,
+    group_options,
+    matrix_values,
     ratio_of,
-    shared_hyperparameters,
+    rest_values,
 )
+from marsopt.functional.buffers import check_overlap, check_parameter
 from marsopt.optim.state_dict import State
 from marsopt.rules import checks
 from marsopt.rules.matrices import Matrices
-from marsopt.rules.options import (
-    Option,
-    Table,
-    arguments,
-    check_values,
-    options_of,
+from marsopt.rules.options import Table, arguments, check_values, options_of
+from marsopt.rules.registry import (
+    FALLBACK_TABLE,
+    FOLLOWED,
+    correction_named,
+    named,
+    resolve,
 )
-from marsopt.rules.registry import FOLLOWED, correction_named, named, resolve
 
 # Every group has the authors' structure as keys, at its defaults too. Other structure
 # is a key only if it differs from its default.
 AUTHORS_STRUCTURE = frozenset({"mars_type", "amsgrad", "epsilon_hat"})
-# The keys of a group for tensors that are not matrices.
-OF_REST = frozenset(options_of(Rest))
 OF_TENSORS = ("params", "param_names")
-WHOLE = {n for n, line in all_hyperparameters().items() if line.is_whole}
-WHOLE |= {"collectives", "compile", "nonfinite"}
 
 
 def label(groups: Sequence[Mapping[str, Any]], number: int, index: int) -> str:
@@ -163,8 +158,8 @@ def check_no_module(value: Any) -> None:
         )
 
 
-def group_table(group: Mapping[str, Any], options: Mapping[str, Any]) -> Table:
-    """Return the hyperparameters that a group has, of the whole optimizer's too.
+def options_of_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> Table:
+    """Return the options that a group has, and the whole optimizer's.
 
     Args:
         group: says its ``mars_type``.
@@ -179,19 +174,36 @@ def group_table(group: Mapping[str, Any], options: Mapping[str, Any]) -> Table:
             "all hyperparameters: add_param_group completes a new group"
         )
     preconditioner = named(group["mars_type"]).preconditioner
-    correction = correction_named(options["correction"])
-    return {**hyperparameters_of(preconditioner, correction), **options_of(Rest)}
+    return group_options(preconditioner, correction_named(options["correction"]))
 
 
-def checked_table(group: Mapping[str, Any], options: Mapping[str, Any]) -> Table:
-    """Return ``group_table``, after a check of the values that a complete group has.
+def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Check the keys and values of a complete group.
+
+    Args:
+        group: the group, with all its hyperparameters.
+        options: the constructor's options.
 
     Raises:
-        ValueError: one is out of its range, or there is no lr or ``mars_type``.
+        ValueError: a value that is out of its range, of another rule, or not equal to
+            the whole optimizer's; an option that a group has only until it is added; no
+            ``mars_type``, no lr, or "maximize".
     """
-    known = group_table(group, options)
-    check_values(known, {"lr": None, **group})
-    return known
+    _check_whole(group, options)
+    if group.get("maximize"):
+        raise ValueError(
+            "got maximize=True in a param group, expected False: negate the loss"
+        )
+    if late := sorted({"lr_1d", "base_lr"} & group.keys()):
+        raise ValueError(
+            f"got {late} in a param group, expected them where a group is added: "
+            "write lr_1d_ratio, a share of the group's lr"
+        )
+    options_of_group(group, options)  # refuses a group without a rule
+    row, correction = named(group["mars_type"]), options["correction"]
+    check_options(row, correction_named(correction), {"lr": None, **group})
+    rates = [checks.plain(group[n]) for n in ("lr", "lr_ratio") if n in group]
+    checks.at_least_zero("lr * lr_ratio", prod(rates))
 
 
 class ConstructorValues(NamedTuple):
@@ -211,39 +223,31 @@ def constructor_values(arguments: Mapping[str, Any]) -> ConstructorValues:
     Raises:
         ValueError: an unknown rule or correction, or a hyperparameter that neither has.
     """
-    known = all_hyperparameters()
+    known = all_options()
     arguments = {n: checks.plain(value) for n, value in arguments.items()}
     row = named(arguments["mars_type"])
-    name = resolve(arguments["is_approx"], arguments["correction"])
-    correction = correction_named(name)
+    correction = resolve(arguments["is_approx"], arguments["correction"])
     explicit = {n: value for n, value in arguments.items() if value is not None}
-    check_suits(row, correction, explicit)
-    lines = {**hyperparameters_of(row.preconditioner, correction), **options_of(Rest)}
-    check_values(lines, explicit)
+    check_options(row, correction, explicit)
     whole = {n: value for n, value in arguments.items() if known[n].is_whole}
-    explicit = {n: value for n, value in explicit.items() if n not in whole}
     # structure that is as usual is a key of no group
-    usual = {n for n, v in explicit.items() if _is_usual(known[n], v)}
-    inherited = {n: v for n, v in explicit.items() if n not in usual}
+    inherited = {
+        n: value
+        for n, value in explicit.items()
+        if n not in whole
+        and (known[n].is_number or n in AUTHORS_STRUCTURE or value != known[n].default)
+    }
     inherited["mars_type"] = row.name
-    shared = shared_hyperparameters(correction)
-    defaults = {n: line.default for n, line in shared.items() if _is_key(line)}
-    defaults |= {n: v for n, v in arguments.items() if n in defaults}
-    own = row.hyperparameters | row.log_time_defaults(arguments.get("log_time"))
-    defaults |= {n: v for n, v in {**own, **inherited}.items() if n in defaults}
-    whole["correction"] = name
+    of_rule = row.group_defaults(arguments.get("log_time"))
+    values = {**arguments, **of_rule, **inherited}
+    shared = {**OPTIMIZER, **FALLBACK_TABLE, **options_of(correction)}
+    defaults = {
+        n: values.get(n, line.default)
+        for n, line in shared.items()
+        if n in AUTHORS_STRUCTURE or (line.is_number and not line.is_whole)
+    }
+    whole["correction"] = correction.name
     return ConstructorValues(whole, inherited, defaults)
-
-
-def _is_usual(line: Option, value: Any) -> bool:
-    return not line.is_number and not _is_key(line) and value == line.default
-
-
-def _is_key(line: Option) -> bool:
-    """Return whether every group has a hyperparameter that rules share, and with it a
-    checkpoint.
-    """
-    return not line.is_whole and (line.is_number or line.name in AUTHORS_STRUCTURE)
 
 
 def fill_defaults(
@@ -262,23 +266,23 @@ def fill_defaults(
     Raises:
         ValueError: an unknown ``mars_type``.
     """
-    for name in all_hyperparameters().keys() & group.keys():
+    for name in all_options().keys() & group.keys():
         group[name] = checks.plain(group[name])
     inherited = options["inherited"]
     row = named(group.get("mars_type", inherited["mars_type"]))
     group["mars_type"] = row.name
-    known = group_table(group, options)
+    known = options_of_group(group, options)
     following = {name: None for name, of in FOLLOWED.items() if of in group}
     if "lr_1d_ratio" in group:
         following["lr_1d"] = None
-    missing = {**row.hyperparameters, **inherited}
+    missing = {**row.group_defaults(), **inherited}
     if row.name == inherited["mars_type"]:
         missing |= {n: defaults[n] for n in missing if n in defaults}
     grown = row.log_time_defaults(group.get("log_time", inherited.get("log_time")))
     missing |= {n: v for n, v in grown.items() if n not in inherited} | following
-    # in one order everywhere
-    filled = [name for name in missing if name in known and name not in group]
-    group.update({name: missing[name] for name in filled})
+    for name, value in missing.items():
+        if name in known:
+            group.setdefault(name, value)
 
 
 def complete_group(
@@ -296,21 +300,21 @@ def complete_group(
         ValueError: as ``fill_defaults``; ``lr_1d`` beside a learning rate of zero.
     """
     fill_defaults(group, options, defaults)
-    checked_table(group, options)
-    lr_1d, base_lr = group.pop("lr_1d", None), group.pop("base_lr", None)
+    late = {name: group.pop(name, None) for name in ("lr_1d", "base_lr")}
+    check_values(REST, late)
+    check_group(group, options)
     takes = Matrices(**arguments(Matrices, group)).takes
     params = group["params"]
     entries = [p[1] if isinstance(p, tuple) and len(p) == 2 else p for p in params]
     has_rest = not all(isinstance(p, Tensor) and takes(p.shape) for p in entries)
-    if lr_1d is not None and has_rest:
-        group["lr_1d_ratio"] = ratio_of(lr_1d, base_lr, group)
-    values_of(group, is_matrix=False)  # refuses options that do not go together
-    unused: Set[str] = OF_REST
-    if has_rest and group.get("optimize_1d"):
-        unused = OF_REST - {"optimize_1d"}
-    elif has_rest:
-        unused = {n for n in OF_REST if group.get(n) is None or group[n] is False}
-    for name in unused & group.keys():
+    if late["lr_1d"] is not None and has_rest:
+        group["lr_1d_ratio"] = ratio_of(late["lr_1d"], {**group, **late})
+    used: set[str] = set()
+    if has_rest:
+        used = {n for n in REST if group.get(n) is not None and group[n] is not False}
+    if "optimize_1d" in used:
+        used = {"optimize_1d"}
+    for name in REST.keys() & (group.keys() - used):
         del group[name]
 
 
@@ -318,92 +322,20 @@ def values_of(group: Mapping[str, Any], is_matrix: bool) -> dict[str, Any]:
     """Return the hyperparameters of a group's matrices or of its other tensors, by the
     names of a group with one kind of tensors.
     """
-    values = _without_tensors(group)
-    rest = None if is_matrix else of_rest(values)
-    return of_matrices(values) if rest is None else rest
-
-
-def _without_tensors(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a group, without its tensors."""
-    return {key: value for key, value in group.items() if key not in OF_TENSORS}
+    values = {key: value for key, value in group.items() if key not in OF_TENSORS}
+    rest = None if is_matrix else rest_values(values)
+    return matrix_values(values) if rest is None else rest
 
 
 def kinds_of(group: Mapping[str, Any]) -> list[bool]:
     """Return of each tensor of a group whether it takes the numbers of matrices: it is
     a matrix, or the rule of the group takes every tensor.
     """
-    values = _without_tensors(group)
-    takes = Matrices(**arguments(Matrices, values)).takes
+    takes = Matrices(**arguments(Matrices, group)).takes
     kinds = [takes(p.shape) for p in group["params"]]
-    if not all(kinds) and of_rest(values) is None:
+    if not all(kinds) and rest_values(group) is None:
         kinds = [True] * len(kinds)
     return kinds
-
-
-def check_structure(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Check a group, before its formulas are chosen.
-
-    Raises:
-        ValueError: a value out of its range; a hyperparameter that is no number is a
-            tensor; an option that a group has only until it is added, or that is the
-            whole optimizer's.
-    """
-    if not WHOLE.isdisjoint(group):
-        _check_options(group, options)
-    check_direction(group)
-    if given := sorted({"lr_1d", "base_lr"} & group.keys()):
-        raise ValueError(
-            f"got {given} in a param group, expected them where a group is added: "
-            "write lr_1d_ratio, a share of the group's lr"
-        )
-    for name, line in group_table(group, options).items():
-        if not line.is_number and isinstance(group.get(name), Tensor):
-            raise ValueError(
-                f"got {name} of a param group as a tensor, expected a value of Python: "
-                "formulas depend on it, pass no tensor"
-            )
-    checked_table(group, options)
-
-
-def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Check a group's hyperparameters.
-
-    Raises:
-        ValueError: one is out of its range.
-    """
-    check_direction(group)
-    checked_table(group, options)
-    rates = [checks.plain(group[n]) for n in ("lr", "lr_ratio") if n in group]
-    checks.at_least_zero("lr * lr_ratio", prod(rates))
-    for is_matrix in (True, False):
-        algorithm_of({**options, **values_of(group, is_matrix)})
-
-
-def check_direction(group: Mapping[str, Any]) -> None:
-    """Check that a group is minimized.
-
-    Raises:
-        ValueError: torch.optim's "maximize" asks for the opposite.
-    """
-    if group.get("maximize"):
-        raise ValueError(
-            "got maximize=True in a param group, expected False: negate the loss"
-        )
-
-
-def validate_group(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Check the hyperparameters of a new group.
-
-    Args:
-        group: the new group.
-        options: the constructor's options.
-
-    Raises:
-        TypeError, ValueError: hyperparameters out of their range, or other options of
-            the whole optimizer in a group.
-    """
-    _check_options(group, options)
-    check_group(group, options)
 
 
 def check_parameters(
@@ -431,8 +363,8 @@ def check_parameters(
     return device
 
 
-def _check_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    known = all_hyperparameters()
+def _check_whole(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    known = all_options()
     whole = {name: line.default for name, line in known.items() if line.is_whole}
     whole |= options
     # an equal one changes nothing: SAM and ZeRO pass options here as well; max_norm is

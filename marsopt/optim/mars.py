@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from marsopt.functional.authors import all_options, check_taken
 from marsopt.functional.keywords import PartOptions
-from marsopt.functional.routing import all_hyperparameters, check_taken
 from marsopt.optim.binding import Binding, Member
 from marsopt.optim.exact import NextGradients
 from marsopt.optim.groups import (
-    check_group,
     check_no_module,
     check_once,
     check_parameters,
@@ -26,7 +25,6 @@ from marsopt.optim.groups import (
     constructor_values,
     device_of,
     labels,
-    validate_group,
 )
 from marsopt.optim.loading import as_tensor
 from marsopt.optim.numbers import put
@@ -211,9 +209,8 @@ class MARS(Optimizer):
         checks.one_of(("skip", "raise"))("nonfinite", nonfinite)
         checks.none_or(checks.true_or_false)("compile", compile)
         check_collectives(collectives)
-        checks.positive_or_none("max_norm", max_norm)
         # ratios are of param groups
-        known = all_hyperparameters().keys() - {"lr_ratio", "lr_1d_ratio"}
+        known = all_options().keys() - {"lr_ratio", "lr_1d_ratio"}
         check_names(options, known, "marsopt.MARS")
         arguments: dict[str, Any] = dict(
             lr=lr,
@@ -290,17 +287,17 @@ class MARS(Optimizer):
                 given = dict(param_group)
                 complete_group(param_group, self._options, self.defaults)
             super().add_param_group(param_group)
-            validate_group(param_group, self._options)
-            if self._binding is not None:  # the constructor checks all of them at once
-                check_parameters(self.param_groups, self._options, self.state)
+            # the constructor binds all groups at once
+            binding = None if self._binding is None else self._new_binding()
         except (TypeError, ValueError):
             del self.param_groups[num_before:]
             if given is not None:
                 param_group.clear()
                 param_group.update(given)
             raise
-        if self._binding is not None:  # else the constructor is still adding groups
-            self._build()
+        if binding is not None:
+            binding.bind()
+            self._build(binding)
             self._agreed = False
 
     def _forget_bindings(self) -> None:
@@ -642,7 +639,7 @@ class MARS(Optimizer):
 
     def _complete(self, saved: dict[str, Any]) -> None:
         """Complete torch.optim's dict: plain numbers, state of all ranks."""
-        known = all_hyperparameters()
+        known = all_options()
         for group in saved["param_groups"]:
             group |= {n: checks.plain(v) for n, v in group.items() if n in known}
         ids, collectives = self._ids(), self._present.collectives
@@ -718,8 +715,6 @@ class MARS(Optimizer):
             | {key: old[key] for key in ("param_names",) if key in old}  # of ours
             for old, new in groups
         ]
-        for group in self.param_groups:
-            check_group(group, self._options)
         self.state = under_loaded(self.state, cast["state"])
         binding = self._new_binding()
         binding.bind()

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marsopt.functional.routing import algorithm_of
-from marsopt.optim.groups import OF_REST, group_table, values_of
+from marsopt.functional.authors import REST
+from marsopt.optim.groups import options_of_group, values_of
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
 from marsopt.rules.numerics import scalar_dtype
 from marsopt.rules.options import options_of
+from marsopt.rules.registry import named
 
 LR = ("lr", "lr_ratio", "lr_1d_ratio")  # keys whose product is a learning rate
 
@@ -38,9 +39,9 @@ class Row:
     def __init__(
         self, group: Mapping[str, Any], is_matrix: bool, options: Mapping[str, Any]
     ) -> None:
-        table = group_table(group, options)
+        table = options_of_group(group, options)
         self.group, values = group, values_of(group, is_matrix)
-        algorithm = algorithm_of({**options, **values})
+        algorithm = named(values["mars_type"]).algorithm({**options, **values})
         self.algorithm = algorithm
         is_of_rule = values["mars_type"] == group["mars_type"]
         # of each column but lr: the key of the group and the place there; else a value
@@ -62,7 +63,7 @@ class Row:
         self._lines = {
             key: line
             for key, line in table.items()
-            if line.is_number and key in group and not (is_matrix and key in OF_REST)
+            if line.is_number and key in group and not (is_matrix and key in REST)
         }
         # The formula depends on the keys, on values that are no numbers, and on None,
         # True or False in the place of a number.

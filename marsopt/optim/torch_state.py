@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from marsopt.functional.routing import algorithm_of
 from marsopt.functional.trees import plain_names
 from marsopt.optim.groups import kinds_of, labels, values_of
 from marsopt.optim.loading import SOURCE, check_is_of_optimizer, check_kind
 from marsopt.optim.state_dict import check_entries, in_order_of_names
 from marsopt.rules.component import Algorithm
+from marsopt.rules.registry import named
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +214,10 @@ def leaves_of(
     leaves, labelled = list[Leaf](), iter(labels(groups))
     for number, group in enumerate(groups):
         values = {kind: values_of(group, kind) for kind in (True, False)}
-        algorithms = {k: algorithm_of({**options, **v}) for k, v in values.items()}
+        algorithms = {
+            kind: named(of_kind["mars_type"]).algorithm({**options, **of_kind})
+            for kind, of_kind in values.items()
+        }
         names = [*group.get("param_names", ())]
         names += [None] * (len(group["params"]) - len(names))
         kinds = kinds_of(group)

@@ -20,17 +20,15 @@ from marsopt.rules.component import (
     Algorithm,
     Correction,
     H,
-    MasterBits,
     Preconditioner,
     like_x,
 )
 from marsopt.rules.formats import LOW_BITS
 from marsopt.rules.lion import Lion, SignAverage
 from marsopt.rules.mars import Approximate, Exact
-from marsopt.rules.matrices import Matrices
 from marsopt.rules.normuon import NorMuon
 from marsopt.rules.numerics import LOG_TIME_BETA, LOG_TIME_NESTEROV
-from marsopt.rules.options import Table, options_of
+from marsopt.rules.options import Table, arguments, options_of
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, Orthogonal
 
 # The rule of tensors that are not matrices: the rule itself; an AdamW with numbers of
@@ -50,7 +48,6 @@ FOLLOWED = {name: name.removesuffix("_1d") for name in FALLBACKS["itself"]}
 BESIDE = {**FOLLOWED, "nesterov_1d": "nesterov"}
 # The keys of groups for the AdamW beside a rule; their ``nesterov`` is the rule's.
 FALLBACK_TABLE = {n: line for n, line in options_of(AdamW).items() if n != "nesterov"}
-OF_SOME_GROUPS = {*FALLBACK_TABLE, "nesterov"}
 # The ``betas`` that a rule does not read: the authors' values.
 UNUSED_BETAS = (0.95, 0.99)
 
@@ -101,7 +98,7 @@ class NamedRule:
     @property
     def options(self) -> Table:
         """The options of ``marsopt.rule`` for it: the fields of its components."""
-        lines = {**self.table, **options_of(Matrices)}
+        lines = {**self.table, **options_of(Algorithm)}
         for kind in CORRECTIONS.values() if self.is_mars else ():
             lines |= {n: line for n, line in options_of(kind).items() if n not in lines}
         return lines
@@ -116,10 +113,9 @@ class NamedRule:
             lines.append(textwrap.fill(line, 88, subsequent_indent=8 * " "))
         return "\n".join(lines)
 
-    @property
-    def hyperparameters(self) -> dict[str, Any]:
-        """The defaults of its param groups, by the groups' names: single momentums as
-        parts of ``betas``.
+    def group_defaults(self, log_time: Number | None = None) -> dict[str, Any]:
+        """Return the defaults of its param groups, by the groups' names: single
+        momentums as parts of ``betas``.
         """
         lines, betas = self.table, list(UNUSED_BETAS)
         for line in lines.values():
@@ -128,18 +124,19 @@ class NamedRule:
         numbers = {
             name: line.default
             for name, line in lines.items()
-            if line.is_number and line.beta is None and name not in OF_SOME_GROUPS
+            if line.is_number and line.beta is None and name not in options_of(AdamW)
         }
-        return dict(
+        defaults = dict(
             betas=lines["betas"].default if "betas" in lines else tuple(betas),
             weight_decay=lines["weight_decay"].default,
             **numbers,
             **FALLBACKS[self.fallback],
         )
+        return defaults | self.log_time_defaults(log_time)
 
     def log_time_defaults(self, log_time: Number | None) -> dict[str, Any]:
         """Return the values that ``log_time`` sets if its user gives none, by the names
-        of ``hyperparameters``; {} for None.
+        of ``group_defaults``; {} for None.
         """
         if log_time is None:
             return {}
@@ -159,50 +156,46 @@ class NamedRule:
         values |= {n: betas[i] for n, i in single.items() if betas and i is not None}
         return {name: value for name, value in values.items() if name in self.table}
 
-    def algorithm(
-        self,
-        *,
-        correction: Correction | None = None,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = False,
-        master_weight_bits: MasterBits = None,
-        matrices: Matrices = Matrices(),
-        **arguments: Any,
-    ) -> Algorithm:
-        """Join the preconditioner, with these ``arguments`` of it, and a correction.
+    def algorithm(self, values: Mapping[str, Any]) -> Algorithm:
+        """Return its algorithm.
+
+        Args:
+            values: options, by the names of ``options`` or of param groups, the
+                correction by its name; the rule has defaults.
 
         Raises:
-            ValueError: they switch off the feature that names this rule.
+            ValueError: an option is out of its range, or switches off the feature that
+                names this rule.
         """
+        given = arguments(self.preconditioner, values)
         for name, default in self.defaults.items():
-            without = {n: v for n, v in self.defaults.items() if n != name}
-            alike = (
-                other.name
-                for other in REGISTRY.values()
-                if other.preconditioner is self.preconditioner
-                and other.is_mars == self.is_mars
-                and other.defaults == without
-            )
-            if default is True and arguments.get(name) is False:
-                for other in alike:
-                    raise ValueError(
-                        f"got {name}=False with mars_type={self.name!r}, expected None "
-                        f"or True: {self.name!r} without it is mars_type={other!r}"
-                    )
+            if default is True and given.get(name) is False:
+                self._check_needed(name)
+        correction = None
+        if self.is_mars:
+            kind = correction_named(values.get("correction", Approximate.name))
+            correction = kind(**arguments(kind, values))
         return Algorithm(
-            preconditioner=self.preconditioner(**{**self.defaults, **arguments}),
+            preconditioner=self.preconditioner(**{**self.defaults, **given}),
             correction=correction,
-            state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding,
-            master_weight_bits=master_weight_bits,
-            matrices=matrices,
             name=self.name,
+            **arguments(Algorithm, values),
         )
+
+    def _check_needed(self, name: str) -> None:
+        """Refuse to switch an option off, if another rule is this rule without it."""
+        without = {n: v for n, v in self.defaults.items() if n != name}
+        for other in REGISTRY.values():
+            form = other.preconditioner, other.is_mars, other.defaults
+            if form == (self.preconditioner, self.is_mars, without):
+                raise ValueError(
+                    f"got {name}=False with mars_type={self.name!r}, expected None "
+                    f"or True: {self.name!r} without it is mars_type={other.name!r}"
+                )
 
     def num_buffers(self, correction: str = Approximate.name) -> int:
         """Return how many tensors of the parameter's size the state holds."""
-        kind = CORRECTIONS[correction]
-        algorithm = self.algorithm(correction=kind() if self.is_mars else None)
+        algorithm = self.algorithm({"correction": correction})
         return sum(buffer.shape is like_x for buffer in algorithm.kept.values())
 
 
@@ -413,7 +406,7 @@ def correction_named(name: str) -> type[Correction]:
     return CORRECTIONS[name]
 
 
-def resolve(is_approx: bool, correction: str | None) -> str:
+def resolve(is_approx: bool, correction: str | None) -> type[Correction]:
     """Return the correction that the authors' ``is_approx`` and ours name together.
 
     Raises:
@@ -421,11 +414,11 @@ def resolve(is_approx: bool, correction: str | None) -> str:
     """
     checks.true_or_false("is_approx", is_approx)
     if correction is None:
-        return Approximate.name if is_approx else Exact.name
-    name = correction_named(correction).name
-    if not is_approx and name != Exact.name:
+        return Approximate if is_approx else Exact
+    kind = correction_named(correction)
+    if not is_approx and kind.name != Exact.name:
         raise ValueError(
             f"got is_approx=False with correction={correction!r}, expected one to "
             "agree with the other: pass only correction"
         )
-    return name
+    return kind

@@ -14,7 +14,8 @@ from torch.optim.swa_utils import SWALR
 
 import marsopt
 from marsopt import MARS, REGISTRY
-from marsopt.optim.groups import OF_REST, values_of
+from marsopt.functional.authors import REST
+from marsopt.optim.groups import values_of
 from tests.stacking import copies, equal, parameters, run
 
 MATRIX, VECTOR = (6, 4), (5,)
@@ -86,7 +87,7 @@ def test_a_given_group_stays_one_group(given, options, matrices, rest, keys):
         assert optimizer.param_groups[1:] == [group] and group["mine"] == 3
         assert optimizer.param_groups[1] is group
         assert [tuple(p.shape) for p in group["params"]] == shapes
-        present = group.keys() & (OF_REST | FOR_VECTORS.keys())
+        present = group.keys() & (REST.keys() | FOR_VECTORS.keys())
         assert present == (keys if VECTOR in shapes else set())
         if MATRIX in shapes:
             assert moved_by(group, is_matrix=True) == matrices

@@ -20,8 +20,8 @@ from torch._dynamo.utils import counters
 
 import marsopt
 from marsopt import MARS, REGISTRY
+from marsopt.functional.authors import all_options
 from marsopt.functional.keywords import ModelOptions, Options
-from marsopt.functional.routing import all_hyperparameters
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
 from marsopt.rules.component import Average, Correction
@@ -211,7 +211,7 @@ MISSPELT = [
 @pytest.mark.parametrize("name", ["weight_deacy", "mars_typ"])
 @pytest.mark.parametrize("door", MISSPELT)
 def test_a_misspelt_argument_is_answered_with_the_nearest(door, name):
-    (meant,) = get_close_matches(name, all_hyperparameters(), 1)
+    (meant,) = get_close_matches(name, all_options(), 1)
     said = rf"got \['{name}'\], expected arguments of [\w.]+: did you mean '{meant}'\?"
     with pytest.raises(TypeError, match=said):
         door(**{name: 3})
@@ -235,7 +235,7 @@ def test_a_rule_prints_every_option_with_its_default_and_its_sentence():
         for name, option in row.options.items():
             assert option.text, f"{name} of {row.name} is in no docstring under Args"
             assert f"\n    {name} = {option.default!r}: " in str(row)
-    assert all(option.text for option in all_hyperparameters().values())
+    assert all(option.text for option in all_options().values())
 
 
 def test_a_correction_needs_its_line_alone(of_dynamo):
@@ -312,7 +312,7 @@ ARGUMENTS = {n: t for n, t in get_type_hints(ModelOptions).items() if n not in T
 
 def is_no_value(name, value):
     """Whether an option has to refuse a value, by its type and by its own check."""
-    option = all_hyperparameters().get(name)
+    option = all_options().get(name)
     hint = option.hint if option else ARGUMENTS[name]
     kinds = {hint, *get_args(hint)}
     if any(value is other for other in OF_NO_KIND):
@@ -417,7 +417,7 @@ DOORS += [partial(by_function, marsopt.mars)]
 DOORS += [partial(by_function, lambda mars_type, **own: marsopt.rule(mars_type, **own))]
 
 
-@pytest.mark.parametrize("name", sorted(all_hyperparameters() | ARGUMENTS))
+@pytest.mark.parametrize("name", sorted(all_options() | ARGUMENTS))
 @DRAWN
 @hypothesis.given(
     door=st.sampled_from(DOORS),

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from marsopt import MARS, REGISTRY, SOAP, Approximate, Exact
-from marsopt.functional.routing import all_hyperparameters
+from marsopt.functional.authors import all_options
 from marsopt.optim.state_dict import STAGE_COUNT
 from marsopt.rules.component import MOMENTUM, H, Preconditioner
 from marsopt.rules.formats import LOW_BITS
@@ -201,7 +201,7 @@ def test_the_page_has_all_keys_of_a_group():
     """Keys beside hyperparameters, and the ratios, which no argument gives."""
     groups = [saved_by(name)["param_groups"] for name in REGISTRY]
     keys = {key for several in groups for group in several for key in group}
-    further = keys - {*all_hyperparameters(), "params"}
+    further = keys - {*all_options(), "params"}
     defaults = made("mars-adamw").defaults.keys()
     page = PAGE.read_text().split("A param group holds")[1].split("##")[0]
     assert further - defaults | {"lr_ratio", "lr_1d_ratio"} == set(

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad
 
 import marsopt
+from marsopt.functional.authors import all_options
 from marsopt.functional.keywords import Options, Parts
-from marsopt.functional.routing import all_hyperparameters
 from marsopt.optim.state_dict import STAGE_COUNT
 from marsopt.rules.registry import RuleName
 from tests.conformance.oracle import Oracle
@@ -380,7 +380,7 @@ def test_a_first_gradient_of_a_later_group_that_is_not_finite(nonfinite):
     before = [p.detach().clone() for p in (first, later)]
     first.grad, later.grad = torch.randn(5, 4), torch.full((5, 4), float("nan"))
     if nonfinite == "raise":
-        with pytest.raises(FloatingPointError, match="1 of 2 parameters"):
+        with pytest.raises(FloatingPointError, match="norm 1 of 2"):
             optimizer.step()
     else:
         optimizer.step()
@@ -632,7 +632,7 @@ def test_a_single_tensor_is_no_tree():
 
 
 def test_type_checkers_know_every_rule_and_the_type_of_every_option():
-    known = all_hyperparameters()
+    known = all_options()
     for row in marsopt.REGISTRY.values():
         known = {**row.options, **known}
     hints = {name: line.hint for name, line in known.items()}

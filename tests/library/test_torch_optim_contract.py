@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 from torch.utils.flop_counter import FlopCounterMode
 
 from marsopt import MARS
-from marsopt.functional.routing import all_hyperparameters
+from marsopt.functional.authors import all_options
 from tests import stacking
 from tests.stacking import build, copies, equal, fill, forced, run, traced
 
@@ -349,7 +349,7 @@ def test_a_group_may_repeat_an_option_and_not_change_it(name):
 
 
 def test_defaults_repeated_in_a_group_are_accepted():
-    listed = {**all_hyperparameters(), **signature(MARS).parameters}
+    listed = {**all_options(), **signature(MARS).parameters}
     group = {name: listed[name].default for name in OPTIONS}
     MARS([{"params": parameters(), **group}])
 

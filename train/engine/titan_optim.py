@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from marsopt import MARS, REGISTRY
-from marsopt.functional.routing import of_adamw
+from marsopt.functional.authors import adamw_values
 from marsopt.optim.groups import kinds_of, values_of
 from marsopt.rules.registry import named
 from train.engine.schedule import cosine, linear, wsd
@@ -126,9 +126,7 @@ class MarsOptimizers(MarsOptimizersContainer):
             """Return them as hyperparameters of a param group, with the defaults."""
             options = {n: v for n, v in self.options().items() if v is not None}
             options.pop("correction", None)  # of the whole optimizer
-            row = named(self.mars_type)
-            defaults = row.hyperparameters | row.log_time_defaults(self.log_time)
-            return defaults | options
+            return named(self.mars_type).group_defaults(self.log_time) | options
 
         @property
         def by_adamw(self) -> bool:
@@ -149,7 +147,7 @@ class MarsOptimizers(MarsOptimizersContainer):
                 # embeddings have this rate and decay where the scripts have one of each
                 own = {"weight_decay_1d": self.embedding_weight_decay}
                 own |= {"lr_1d": None} if self.mars_type in ONE_RATE else {}
-                embeddings = of_adamw(self.group_options() | own)
+                embeddings = adamw_values(self.group_options() | own)
             vectors = {"weight_decay": self.weight_decay_1d}
             own = {EMBEDDINGS: embeddings, VECTORS: vectors, MATRICES: {}}
             group = partial(ParamGroupConfig, optimizer_name="MARS")
