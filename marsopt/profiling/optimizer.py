@@ -73,10 +73,10 @@ def _dtypes_of_matrices(member: Member, is_local: bool) -> list[torch.dtype]:
     writes any, and of the owners' results.
     """
     algorithm, piece = member.algorithm, member.piece
-    cost = algorithm.matrix_preconditioner.cost.on(piece.device.type)
     dtype = working_dtype(piece)  # of results from other ranks
     is_made = algorithm.makes_matrix or takes_batches(piece.device, is_local)
-    made = [cost.payload(dtype)] if is_made else []
+    made = [algorithm.payload(piece.device, dtype)] if is_made else []
+    cost = algorithm.matrix_preconditioner.cost.on(piece.device.type)
     return [*made, cost.returned(dtype) if is_local else dtype]
 
 
@@ -233,9 +233,9 @@ def printed_kernels(runner: Graphs | Kernels) -> list[PrintedKernel]:
         PrintedKernel(
             name=kernel.printed.name,
             num_launches=2 if kernel.printed.num_terms else 1,
-            num_bytes=launched.blocks.num_elements
+            num_bytes=blocks.num_elements
             * (kernel.printed.bytes_read + kernel.printed.bytes_written),
             source=kernel.printed.source,
         )
-        for kernel, launched in runner.kernels
+        for kernel, blocks in runner.kernels
     ]

@@ -705,6 +705,12 @@ class Algorithm:
             return 1
         return self.matrices.num_in(shape)
 
+    def payload(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which matrices of a working dtype come to their owners on
+        this kind of device.
+        """
+        return self.matrix_preconditioner.cost.on(device.type).payload(dtype)
+
     @property
     def makes_matrix(self) -> bool:
         """Whether the owners of matrices get another tensor than m."""

@@ -66,6 +66,13 @@ class StepScalars(NamedTuple):
         return cls(global_clip, tuple(weights), key, tuple(rest), scale)
 
 
+class Scalars(NamedTuple):
+    """The scalars of a formula's parts in a step."""
+
+    ok: Tensor  # (P,) bool: which of them are updated
+    table: Tensor  # (P, S), which ``StepScalars`` reads
+
+
 class Decision(NamedTuple):
     """The decision of a step from all gradient statistics; lists have an entry for each
     formula.
@@ -75,8 +82,7 @@ class Decision(NamedTuple):
     finite: Tensor  # 0-D bool; False means that nothing changes
     t: list[Tensor]  # (tensors,), after the step
     ok: list[Tensor]  # (tensors,) bool: which of them are updated
-    ok_parts: list[Tensor]  # (P,) bool
-    tables: list[Tensor]  # (P, S) scalars of each part, which ``StepScalars`` reads
+    scalars: list[Scalars]
 
 
 def sums_of_norms(
@@ -170,14 +176,14 @@ def decide(inputs: Sequence[Inputs], sums: Tensor, max_norm: Number | None) -> D
         fits = clip.c_squares <= largest_square(i.algorithm, i.dtype)
         finite = finite & fits.all() & torch.isfinite(clip.sums).all()
         finite = finite & torch.isfinite(clip.n.lr).all()
-    decision = Decision(g_square.sqrt(), finite, [], [], [], [])
+    decision = Decision(g_square.sqrt(), finite, [], [], [])
     for i, clip in zip(inputs, clips, strict=True):
         is_updated = (clip.sums[:, -1] > 0) & finite
         ok = i.rows.of_tensors(is_updated)
         decision.t.append(i.t + ok.to(i.t.dtype))
         decision.ok.append(ok)
-        decision.ok_parts.append(i.rows.of_parts(is_updated))
-        decision.tables.append(_table(i, clip, global_clip).to(i.dtype))
+        table = _table(i, clip, global_clip).to(i.dtype)
+        decision.scalars.append(Scalars(i.rows.of_parts(is_updated), table))
     return decision
 
 

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from marsopt.rules.component import Algorithm
 from marsopt.rules.numerics import scalar_dtype
 from marsopt.step import kernels
+from marsopt.step.decide import Scalars
 from marsopt.step.step import (
     ROW,
     Formula,
@@ -295,25 +296,16 @@ class Graphs:
         return torch.cat(sums)
 
     def map(
-        self,
-        function: Formula,
-        leaves: Leaves,
-        operands: Operands,
-        ok: Tensor,
-        table: Tensor,
-    ) -> list[Results | None]:
+        self, function: Formula, leaves: Leaves, operands: Operands, scalars: Scalars
+    ) -> list[Results]:
         kind = Update(function, leaves.algorithm, tuple(operands))
-        results: list[Results | None] = []
+        ok, table = scalars
         columns = zip(*operands.values(), strict=True)
         for rows, of_leaf in zip(leaves.rows, columns, strict=True):
             tensors = [x for x in of_leaf if x is not None]
-            if len(tensors) < len(of_leaf):
-                results.append(None)
-                continue
-            if tensors[0].numel():
+            if len(tensors) == len(of_leaf) and tensors[0].numel():
                 self._compute(update, kind, [ok[rows], table[rows], *tensors])
-            results.append(dict(zip(kind.names, tensors, strict=True)))
-        return results
+        return []
 
     def small(self, function: Callable[..., Result], *args: Any) -> Result:
         # a CPU takes no longer eagerly, where a graph takes seconds to compile

@@ -6,8 +6,8 @@ printer lacks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, reduce
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -15,12 +15,19 @@ from torch import Tensor
 
 from marsopt.rules.component import Algorithm
 from marsopt.rules.numerics import working
-from marsopt.step.decide import StepScalars, num_columns
+from marsopt.step.decide import Scalars, StepScalars, num_columns
 from marsopt.step.expressions import Unprintable
 from marsopt.step.graphs import KEPT, Graphs, Say
-from marsopt.step.kernels import AddressTable, Blocks, SumsKernel, UpdateKernel
+from marsopt.step.kernels import (
+    AddressTable,
+    Blocks,
+    SumsKernel,
+    Tables,
+    UpdateKernel,
+)
 from marsopt.step.printer import print_sums, print_update
 from marsopt.step.step import (
+    Batch,
     Formula,
     Group,
     Leaves,
@@ -32,7 +39,11 @@ from marsopt.step.step import (
 )
 
 Dtypes = tuple[tuple[str, torch.dtype], ...]  # of operands, by name
-GIVEN = ("g", "o")  # operands that each step gives; leaves hold x and buffers
+
+
+def in_order(dtypes: dict[str, torch.dtype]) -> Dtypes:
+    """Return operands in the order of the table of addresses."""
+    return tuple(sorted(dtypes.items(), key=lambda item: item[0] != "h"))
 
 
 @lru_cache(maxsize=KEPT)
@@ -75,53 +86,65 @@ def sums_kernel(operands: Dtypes) -> SumsKernel:
     return SumsKernel(print_sums(f"sums of {names}", body, dict(operands)))
 
 
-class LaunchSet:
-    """The parts of leaves that one launch goes over.
+class Memory:
+    """The parts of a group, and where their operands are.
 
     Args:
-        leaves: of one formula.
-        dtypes: of operands, by name.
+        group: the leaves of a formula.
     """
 
-    def __init__(self, leaves: Leaves, dtypes: Mapping[str, torch.dtype]) -> None:
-        self.leaves, self._dtypes = leaves, dtypes
-        xs = [leaf.x for leaf in leaves.leaves]
-        device = xs[0].device
-        sizes = [x.shape[1] for x in xs for _ in range(x.shape[0])]
-        tensors = [n for n, x in enumerate(xs) for _ in range(x.shape[0])]
-        starts = [i * x.shape[1] for x in xs for i in range(x.shape[0])]
+    def __init__(self, group: Group) -> None:
+        xs = group.operands["x"]
+        device, shapes = xs[0].device, [x.shape for x in xs]
+        sizes = [size for num, size in shapes for _ in range(num)]
+        starts = [part * size for num, size in shapes for part in range(num)]
+        tensors = [n for n, (num, _) in enumerate(shapes) for _ in range(num)]
         offsets = torch.tensor(starts, dtype=torch.int64, device="cpu")
-        self.blocks = Blocks(sizes, offsets, device)
-        self._table = AddressTable([*dtypes.values()], tensors, offsets, device)
-        self._fixed = {
-            name: None
-            if name in GIVEN
-            else [tensor.data_ptr() for tensor in leaves.operands[name]]
-            for name in dtypes
-        }
-        rows = leaves.rows
-        first, last = rows[0].start, rows[-1].stop
-        # of these leaves, in a table of their group's parts
-        self.rows: slice | Tensor = slice(first, last)
-        if len(sizes) != last - first:
-            parts = [n for each in rows for n in range(each.start, each.stop)]
-            self.rows = torch.tensor(parts, device=device)
+        self._blocks: dict[Leaves, Blocks] = {group: Blocks(sizes, offsets, device)}
+        # h first: the kernel of sums knows no other operand
+        names = sorted(group.operands, key="h".__ne__)
+        columns = [group.operands[name] for name in names]
+        dtypes = [column[0].dtype for column in columns]
+        self.dtypes = dict(zip(names, dtypes, strict=True))
+        options: Any = dict(tensors=tensors, offsets=offsets, device=device)
+        addresses = [list(map(Tensor.data_ptr, column)) for column in columns]
+        self.fixed = AddressTable(dtypes, **options).on_device(addresses)
+        # of g, and of o of each launch, by dtype
+        self._given = cache(lambda launch, dtype: AddressTable([dtype], **options))
 
-    def addresses(self, operands: Operands) -> Tensor:
-        """Return the addresses on the device. A missing tensor has the address 0: it
-        reads as zeros.
+    def blocks(self, leaves: Leaves) -> Blocks:
+        """Return the blocks of some leaves of the group."""
+        if leaves not in self._blocks:
+            parts = [n for rows in leaves.rows for n in range(rows.start, rows.stop)]
+            self._blocks[leaves] = self._blocks[leaves.group].of(parts)
+        return self._blocks[leaves]
+
+    def given(
+        self, launch: Hashable, leaves: Leaves, tensors: Sequence[Tensor | None]
+    ) -> tuple[torch.dtype, Tensor]:
+        """Return the dtype and addresses of an operand that each step gives. A missing
+        tensor has the address 0: it reads as zeros.
+
+        Args:
+            launch: has a table to itself, which is sent if addresses have changed.
+            leaves: some leaves of the group.
+            tensors: of each of these.
 
         Raises:
             ValueError: a subclass of Tensor has elements, and no memory of its own.
         """
-        lists = []
-        for name, fixed in self._fixed.items():
-            if fixed is None:
-                fixed = [0 if t is None else t.data_ptr() for t in operands[name]]
-                if 0 in fixed:
-                    check_memory(operands[name])
-            lists.append(fixed)
-        return self._table.on_device(lists)
+        if isinstance(tensors, Batch):
+            dtype, addresses = tensors.matrices.dtype, tensors.addresses
+        else:
+            present = (x.dtype for x in tensors if x is not None)
+            dtype = next(present, self.dtypes["x"])
+            addresses = [0 if x is None else x.data_ptr() for x in tensors]
+            if 0 in addresses:
+                check_memory(tensors)
+        if leaves is not leaves.group:
+            places = dict(zip(leaves.places, addresses, strict=True))
+            addresses = [places.get(i, 0) for i in leaves.group.places]
+        return dtype, self._given(launch, dtype).on_device([addresses])
 
 
 def check_memory(tensors: Sequence[Tensor | None]) -> None:
@@ -138,17 +161,6 @@ def check_memory(tensors: Sequence[Tensor | None]) -> None:
             )
 
 
-def in_one_dtype(
-    tensors: Sequence[Tensor | None], default: torch.dtype
-) -> tuple[torch.dtype, list[Tensor | None]]:
-    """Return the dtype that holds all of these, ``default`` if there are none, and the
-    tensors in it.
-    """
-    dtypes = dict.fromkeys(x.dtype for x in tensors if x is not None)
-    dtype = reduce(torch.promote_types, dtypes) if dtypes else default
-    return dtype, [x if x is None or x.dtype == dtype else x.to(dtype) for x in tensors]
-
-
 class Kernels:
     """A runner that launches printed kernels over tensors in their own memory.
 
@@ -162,8 +174,13 @@ class Kernels:
 
     def __init__(self, groups: Sequence[Group], graphs: Graphs, say: Say) -> None:
         self._graphs, self._say = graphs, say
-        self._sets: dict[Any, tuple[UpdateKernel | SumsKernel, LaunchSet]] = {}
-        self.printed = {g.algorithm for g in groups if self._has_kernel(g)}
+        self._memories = {g: Memory(g) for g in groups if self._has_kernel(g)}
+        self._grads: dict[Group, tuple[torch.dtype, Tensor]] = {}
+        # the kernels that were launched stay with the runner, however many other
+        # kernels the process has
+        self._launches: dict[Any, tuple[UpdateKernel | SumsKernel, Blocks]] = {}
+        # formulas that kernels compute
+        self.printed = frozenset(group.algorithm for group in self._memories)
 
     def _has_kernel(self, group: Group) -> bool:
         """Return whether a kernel computes a group's update. A user's component may
@@ -172,15 +189,13 @@ class Kernels:
         algorithm = group.algorithm
         if not algorithm.is_built_in:
             return False
-        # in the order of a step: it takes this kernel
         dtypes = {name: column[0].dtype for name, column in group.operands.items()}
         dtypes["g"] = dtypes["x"]
         if algorithm.matrix_only:
-            cost = algorithm.matrix_preconditioner.cost
-            cost = cost.on(group.leaves[0].x.device.type)
-            dtypes["o"] = cost.payload(group.inputs.dtype)
+            device = group.leaves[0].x.device
+            dtypes["o"] = algorithm.payload(device, group.inputs.dtype)
         try:
-            update_kernel(updated, algorithm, tuple(dtypes.items()))
+            update_kernel(updated, algorithm, in_order(dtypes))
         except Unprintable as error:
             self._say(
                 logging.INFO,
@@ -190,69 +205,52 @@ class Kernels:
         return True
 
     @property
-    def kernels(self) -> list[tuple[UpdateKernel | SumsKernel, LaunchSet]]:
-        """Return the kernels that were launched, each with its leaves."""
-        return list(self._sets.values())
+    def kernels(self) -> list[tuple[UpdateKernel | SumsKernel, Blocks]]:
+        """Return the kernels that were launched, each with its blocks."""
+        return list(self._launches.values())
 
     def reduce(self, leaves: Leaves, grads: Sequence[Tensor | None]) -> Tensor:
-        if leaves.algorithm not in self.printed:
+        memory = self._memories.get(leaves.group)
+        if memory is None:
             return self._graphs.reduce(leaves, grads)
-        dtype, grads = in_one_dtype(grads, torch.float32)
-        operands, dtypes = {"g": grads}, {"g": dtype}
-        if (hs := leaves.operands.get("h")) is not None:
-            operands["h"], dtypes["h"] = [*hs], hs[0].dtype
-        kernel, launched = self._set(sums_kernel, (), leaves, dtypes)
-        totals: Tensor = kernel(launched.blocks, launched.addresses(operands))
+        self._grads[leaves.group] = dtype, addresses = memory.given("g", leaves, grads)
+        of_h = {name: d for name, d in memory.dtypes.items() if name == "h"}
+        kernel, blocks = self._launch(sums_kernel, (), leaves, {"g": dtype} | of_h)
+        totals: Tensor = kernel(blocks, memory.fixed, addresses)
         return totals
 
     def map(
-        self,
-        function: Formula,
-        leaves: Leaves,
-        operands: Operands,
-        ok: Tensor,
-        table: Tensor,
-    ) -> list[Results | None]:
-        if leaves.algorithm not in self.printed:
-            return self._graphs.map(function, leaves, operands, ok, table)
-        columns, dtypes = dict[str, Sequence[Tensor | None]](), {}
-        default = leaves.leaves[0].x.dtype
-        for name, column in operands.items():
-            columns[name], dtypes[name] = column, default
-            if name in GIVEN:
-                dtypes[name], columns[name] = in_one_dtype(column, default)
-            elif column[0] is not None:
-                dtypes[name] = column[0].dtype
-        given = [columns[name] for name in GIVEN if name in columns]
-        missing = {i for column in given for i, x in enumerate(column) if x is None}
-        of_leaves = enumerate(zip(*columns.values(), strict=True))
-        results: list[Any] = [
-            None if i in missing else dict(zip(columns, of_leaf, strict=True))
-            for i, of_leaf in of_leaves
-        ]
-        if len(missing) == len(results):
-            return results
+        self, function: Formula, leaves: Leaves, operands: Operands, scalars: Scalars
+    ) -> list[Results]:
+        group = leaves.group
+        memory = self._memories.get(group)
+        if memory is None:
+            return self._graphs.map(function, leaves, operands, scalars)
+        dtypes, grads, matrices = {**memory.dtypes}, memory.fixed, memory.fixed
+        if "g" in operands:
+            dtypes["g"], grads = self._grads[group]
+        if "o" in operands:
+            launch = function, leaves
+            dtypes["o"], matrices = memory.given(launch, leaves, operands["o"])
         arguments = function, leaves.algorithm
-        kernel, launched = self._set(update_kernel, arguments, leaves, dtypes)
-        addresses = launched.addresses(columns)
-        kernel(launched.blocks, addresses, ok[launched.rows], table[launched.rows])
-        return results
+        kernel, blocks = self._launch(update_kernel, arguments, leaves, dtypes)
+        kernel(blocks, Tables(memory.fixed, grads, matrices), *scalars)
+        return []
 
     def small(self, function: Callable[..., Result], *args: Any) -> Result:
         return self._graphs.small(function, *args)
 
-    def _set(
+    def _launch(
         self,
         made_by: Callable[..., Any],
         arguments: tuple[Any, ...],
         leaves: Leaves,
-        dtypes: Mapping[str, torch.dtype],
-    ) -> tuple[Any, LaunchSet]:
-        """Return a kernel and its tensors: both stay with the runner, however many
-        other kernels the process has.
-        """
-        key = made_by, arguments, id(leaves), tuple(dtypes.items())
-        if key not in self._sets:
-            kernel = made_by(*arguments, tuple(dtypes.items()))
-            self._sets[key] = kernel, LaunchSet(leaves, dtypes)
-        return self._sets[key]
+        dtypes: dict[str, torch.dtype],
+    ) -> tuple[Any, Blocks]:
+        """Return a kernel, and the blocks of leaves."""
+        key = made_by, arguments[:1], leaves, tuple(dtypes.items())
+        if key not in self._launches:
+            kernel = made_by(*arguments, in_order(dtypes))
+            blocks = self._memories[leaves.group].blocks(leaves)
+            self._launches[key] = kernel, blocks
+        return self._launches[key]

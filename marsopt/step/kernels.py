@@ -4,6 +4,7 @@ on the device that hold the parts' sizes, blocks and addresses.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.util
 import os
@@ -14,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ def why_not_built(device: torch.device) -> str | None:
 
 
 class Blocks:
-    """The blocks of a formula's parts: their sizes, and their elements' numbers, in
+    """The blocks of a group's parts: their sizes, and their elements' numbers, in
     tables on the device that never change.
 
     Args:
@@ -80,18 +81,38 @@ class Blocks:
         block: int = BLOCK,
     ) -> None:
         numbers = torch.tensor(sizes, dtype=torch.int64, device="cpu")
-        counts = (numbers + block - 1) // block
+        self.block, self.device, self.num_parts = block, device, len(numbers)
+        self._numbers = numbers
+        self.sizes = numbers.to(device)  # (P,)
+        self.bases = offsets.to(device)  # (P,)
+        self._choose(torch.arange(len(numbers), device="cpu"))
+
+    def of(self, parts: Sequence[int]) -> Blocks:
+        """Return the blocks of some of the parts."""
+        chosen = copy.copy(self)
+        chosen._choose(torch.tensor(parts, dtype=torch.int64, device="cpu"))
+        return chosen
+
+    def _choose(self, chosen: Tensor) -> None:
+        numbers = self._numbers[chosen]
+        counts = (numbers + self.block - 1) // self.block
         parts = torch.repeat_interleave(counts)
         firsts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         blocks = torch.arange(len(parts), device="cpu") - firsts[parts]
-        self.num_parts, self.num_blocks = len(numbers), len(parts)
-        self.num_elements = sum(sizes)
-        self.block, self.device = block, device
-        self.sizes = numbers.to(device)  # (P,)
-        self.bases = offsets.to(device)  # (P,)
-        self.parts = parts.to(device, torch.int32)  # (num_blocks,)
-        self.blocks = blocks.to(device, torch.int32)  # (num_blocks,), inside its part
-        self.firsts = firsts.to(device, torch.int32)  # (P + 1,) blocks before each part
+        self.num_blocks, self.num_elements = len(parts), int(numbers.sum())
+        # (num_blocks,), and where in its part each block is
+        self.parts = chosen[parts].to(self.device, torch.int32)
+        self.blocks = blocks.to(self.device, torch.int32)
+        # (len(chosen) + 1,) blocks before each part
+        self.firsts = firsts.to(self.device, torch.int32)
+
+
+class Tables(NamedTuple):
+    """The addresses of operands on the device, which ``AddressTable`` sends."""
+
+    fixed: Tensor  # (K, P) of the operands that stay where they are
+    grads: Tensor  # (1, P)
+    matrices: Tensor  # (1, P) of o
 
 
 class AddressTable:
@@ -176,17 +197,14 @@ class Kernel:
         self.printed = printed
         self._module = load(printed.source)
 
-    def _launch_blocks(self, parts: Blocks, addresses: Tensor, *args: Tensor) -> None:
+    def _launch_blocks(self, parts: Blocks, *args: Tensor) -> None:
         """Launch a program for each block of ``parts``."""
-        printed, num_parts = self.printed, parts.num_parts
-        assert addresses.shape == (len(printed.operands), num_parts)
+        printed = self.printed
         self._launch(
             getattr(self._module, printed.name),
             parts.num_blocks,
-            addresses,
-            parts.sizes,
             *args,
-            num_parts,
+            parts.num_parts,
             BLOCK=parts.block,
             WIDE=min(printed.wide, parts.block),
             NARROW=min(NARROW, parts.block),
@@ -203,13 +221,13 @@ class UpdateKernel(Kernel):
     """Stores the new values of a formula's operands: see ``printer.print_update``."""
 
     def __call__(
-        self, parts: Blocks, addresses: Tensor, ok: Tensor, scalars: Tensor
+        self, parts: Blocks, tables: Tables, ok: Tensor, scalars: Tensor
     ) -> None:
         """Update the parts that move, in one launch on the current stream.
 
         Args:
-            parts: P of them.
-            addresses: (K, P) int64, as ``AddressTable.on_device`` returns them.
+            parts: all P parts, or some of them.
+            tables: addresses of all P parts.
             ok: (P,) bool: which parts move. Operands of parts that stay are not read.
             scalars: (P, S), contiguous, in the printed dtype.
         """
@@ -218,28 +236,29 @@ class UpdateKernel(Kernel):
         assert scalars.shape == (num_parts, printed.num_columns)
         assert scalars.dtype == printed.column_dtype
         assert ok.is_contiguous() and scalars.is_contiguous()
+        places = parts.sizes, parts.bases, parts.parts, parts.blocks
         with device_guard(parts.device):
-            blocks = parts.parts, parts.blocks
-            self._launch_blocks(parts, addresses, parts.bases, *blocks, ok, scalars)
+            self._launch_blocks(parts, *tables, *places, ok, scalars)
 
 
 class SumsKernel(Kernel):
     """Sums the terms of a formula over each part: see ``printer.print_sums``."""
 
-    def __call__(self, parts: Blocks, addresses: Tensor) -> Tensor:
+    def __call__(self, parts: Blocks, fixed: Tensor, grads: Tensor) -> Tensor:
         """Return the sums, (P, num_terms) float64, by two launches on the current
         stream. Equal inputs give equal bits.
 
         Args:
             parts: P of them.
-            addresses: (K, P) int64, as ``AddressTable.on_device`` returns them.
+            fixed, grads: as ``Tables`` has them.
         """
         printed, num_parts = self.printed, parts.num_parts
         options: Any = dict(dtype=torch.float64, device=parts.device)
         partials = torch.empty(parts.num_blocks, printed.num_terms, **options)
         totals = torch.empty(num_parts, printed.num_terms, **options)
         with device_guard(parts.device):
-            self._launch_blocks(parts, addresses, parts.parts, parts.blocks, partials)
+            places = parts.sizes, parts.parts, parts.blocks
+            self._launch_blocks(parts, fixed, grads, *places, partials)
             self._launch(
                 getattr(self._module, f"{printed.name}_totals"),
                 num_parts,

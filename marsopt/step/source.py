@@ -14,6 +14,8 @@ import torch
 from marsopt.step.expressions import Body, triton_dtype
 
 WIDEST = 16  # bytes of the widest access
+# tables of the operands that each step gives; the rest are rows of ``addresses``
+GIVEN = {"g": "grads", "o": "matrices"}
 
 Operands = Mapping[str, torch.dtype]  # by name, in the order of the address table
 
@@ -35,11 +37,12 @@ UPDATE = """
 @triton.jit(
     do_not_specialize=["num_parts"],
     do_not_specialize_on_alignment=[
-        "addresses", "sizes", "bases", "parts", "blocks", "moves", "scalars",
+        "addresses", "grads", "matrices", "sizes", "bases", "parts", "blocks", "moves",
+        "scalars",
     ],
 )
 def {name}(
-    addresses, sizes, bases, parts, blocks, moves, scalars, num_parts,
+    addresses, grads, matrices, sizes, bases, parts, blocks, moves, scalars, num_parts,
     BLOCK: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -52,11 +55,11 @@ SUMS = """
 @triton.jit(
     do_not_specialize=["num_parts"],
     do_not_specialize_on_alignment=[
-        "addresses", "sizes", "parts", "blocks", "partials",
+        "addresses", "grads", "sizes", "parts", "blocks", "partials",
     ],
 )
 def {name}(
-    addresses, sizes, parts, blocks, partials, num_parts,
+    addresses, grads, sizes, parts, blocks, partials, num_parts,
     BLOCK: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -136,9 +139,11 @@ class Block:
 
     def head(self) -> list[str]:
         """Return the lines that load the place of the block."""
+        rows = [name for name in self.operands if name not in GIVEN]
+        places = {name: f"addresses + {i} * num_parts" for i, name in enumerate(rows)}
         addresses = [
-            f"{name}_address = tl.load(addresses + {row} * num_parts + part)"
-            for row, name in enumerate(self.operands)
+            f"{name}_address = tl.load({place} + part)"
+            for name, place in {**places, **GIVEN}.items()
             if name in self.accessed
         ]
         base = [BASE] if self.has_position else []

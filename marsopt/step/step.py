@@ -5,8 +5,9 @@ a ``Runner`` says how its formulas are computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -16,12 +17,14 @@ from torch.autograd import profiler
 
 from marsopt.rules import formats, numerics
 from marsopt.rules.checks import Number
-from marsopt.rules.component import Algorithm, MatrixInput
+from marsopt.rules.component import Algorithm, MatrixInput, MatrixOutput
 from marsopt.rules.formats import LOW_BITS
+from marsopt.rules.matrices import Matrices
 from marsopt.rules.numerics import scalar_dtype, working
 from marsopt.step.decide import (
     Decision,
     Inputs,
+    Scalars,
     StepScalars,
     decide,
     decide_alone,
@@ -31,6 +34,7 @@ from marsopt.step.leaf import Leaf
 from marsopt.step.owners import LOCAL, Collectives, Request, Tensors
 
 ROW = 512  # elements that are summed before rows are
+BATCH = Matrices(kind="batched")
 
 Result = TypeVar("Result")
 Gradients = Sequence[Sequence[Tensor | None]]  # (P, n) of every leaf of every group
@@ -51,6 +55,8 @@ class Leaves:
         rows: of each, its rows of a table of parts (P, S).
     """
 
+    places: Sequence[int]  # their numbers in their group
+
     def __init__(
         self, inputs: Inputs, leaves: Sequence[Leaf], rows: Sequence[slice]
     ) -> None:
@@ -58,6 +64,14 @@ class Leaves:
         self.leaves, self.rows = leaves, rows
         of_each = [leaf.operands for leaf in leaves]
         self.operands = {name: [o[name] for o in of_each] for name in of_each[0]}
+
+    @property
+    def group(self) -> Group:
+        """Return all leaves of their formula. No attribute: memory of a group without
+        users is freed at once, and not by the collector of cycles.
+        """
+        assert isinstance(self, Group)
+        return self
 
     @property
     def num_norms(self) -> list[int]:
@@ -81,8 +95,40 @@ class Group(Leaves):
         parts = accumulate([len(leaf.norms) for leaf in leaves], initial=0)
         super().__init__(inputs, leaves, [slice(*pair) for pair in pairwise(parts)])
         self.stages = stages
+        self.places = range(len(leaves))
         # the number of the first of each leaf's params
         self.firsts = [*accumulate([len(leaf.params) for leaf in leaves], initial=0)]
+
+
+class Batch(Sequence[Tensor | None]):
+    """Matrices of one shape one behind the other, as an operand (P, n) of leaves. A
+    kernel reads its addresses; each view that a graph takes costs a GPU's host 3 us.
+
+    Args:
+        matrices: (num, rows, cols), or (rows, cols).
+        shapes: (P, n) of each leaf; None: it has no matrix here.
+    """
+
+    def __init__(self, matrices: Tensor, shapes: Sequence[torch.Size | None]) -> None:
+        self.matrices, self.shapes = matrices.contiguous(), shapes
+        sizes = [0 if shape is None else shape.numel() for shape in shapes]
+        self._starts = [*accumulate(sizes, initial=0)]
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __getitem__(self, number: Any) -> Any:
+        shape, start = self.shapes[number], self._starts[number]
+        if shape is None:
+            return None
+        return self.matrices.view(-1)[start:][: shape.numel()].view(shape)
+
+    @property
+    def addresses(self) -> list[int]:
+        """Return the address of each leaf's matrices, 0 if there are none."""
+        first, size = self.matrices.data_ptr(), self.matrices.itemsize
+        pairs = zip(self.shapes, self._starts, strict=False)
+        return [0 if x is None else first + size * start for x, start in pairs]
 
 
 class MatrixLeaves(Leaves):
@@ -91,34 +137,43 @@ class MatrixLeaves(Leaves):
     Args:
         number: of their group.
         group: their group.
-        members: their numbers in it.
+        places: their numbers in it.
         is_batch: whether their matrices are made as one batch.
     """
 
     def __init__(
-        self, number: int, group: Group, members: Sequence[int], is_batch: bool
+        self, number: int, group: Group, places: Sequence[int], is_batch: bool
     ) -> None:
-        leaves = [group.leaves[i] for i in members]
-        super().__init__(group.inputs, leaves, [group.rows[i] for i in members])
-        self.number, self.group, self.members = number, group, members
+        leaves = [group.leaves[i] for i in places]
+        super().__init__(group.inputs, leaves, [group.rows[i] for i in places])
+        self.number, self._group, self.places = number, group, places
         self._is_batch = is_batch
-        self._output: Any = ...  # found by the first step that writes
 
     @property
+    def group(self) -> Group:
+        return self._group
+
+    @cached_property
     def output(self) -> torch.dtype | None:
         """The dtype of the matrices for owners that an update writes into tensors of
         their own; None: m is the matrix.
         """
-        if self._output is ...:
-            self._output = None
-            if self._is_batch or self.algorithm.makes_matrix:
-                cost = self.algorithm.matrix_preconditioner.cost
-                on_device = cost.on(self.leaves[0].x.device.type)
-                self._output = on_device.payload(self.inputs.dtype)
-        output: torch.dtype | None = self._output
-        return output
+        if not (self._is_batch or self.algorithm.makes_matrix):
+            return None
+        return self.algorithm.payload(self.leaves[0].x.device, self.inputs.dtype)
 
-    def outputs(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    @cached_property
+    def _shape(self) -> torch.Size | None:
+        """The (rows, cols) of all matrices, if owners get a batch of them, and nothing
+        beside it.
+        """
+        leaf, *_ = self.leaves
+        shapes = self.algorithm.matrices.shapes_in(leaf.params[0].shape)
+        in_order = not any(leaf.strides for leaf in self.leaves)
+        is_alone = in_order and len(shapes) == 1 and not self.algorithm.owned
+        return shapes[0][1] if is_alone else None
+
+    def outputs(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return new tensors for the matrices of leaves with a gradient, (P, n), which
         are the rows of one if they are a batch.
         """
@@ -127,10 +182,14 @@ class MatrixLeaves(Leaves):
         if not self._is_batch:
             empty = torch.empty_like
             return [x if x is None else empty(x, dtype=self.output) for x in active]
-        sizes = [0 if x is None else x.numel() for x in active]
-        batch = self.leaves[0].x.new_empty(sum(sizes), dtype=self.output)
-        pairs = zip(active, batch.split(sizes), strict=True)
-        return [x if x is None else row.view(x.shape) for x, row in pairs]
+        shapes = [None if x is None else x.shape for x in active]
+        size = sum(shape.numel() for shape in shapes if shape is not None)
+        matrices = xs[0].new_empty(size, dtype=self.output)
+        if self._shape is None:
+            return [*Batch(matrices, shapes)]
+        num = size // max(1, self._shape.numel())
+        many = (num,) if num > 1 else ()
+        return Batch(matrices.view(*many, *self._shape), shapes)
 
 
 def exchanges_of(
@@ -173,23 +232,18 @@ class Runner(Protocol):
         """
 
     def map(
-        self,
-        function: Formula,
-        leaves: Leaves,
-        operands: Operands,
-        ok: Tensor,
-        table: Tensor,
-    ) -> list[Results | None]:
-        """Return the results of a formula by name for each leaf; None for a leaf with a
-        missing operand. Parts that are not ``ok`` keep the values that the operands of
-        these names have.
+        self, function: Formula, leaves: Leaves, operands: Operands, scalars: Scalars
+    ) -> list[Results]:
+        """Return the results of a formula by name for each leaf. A runner that writes
+        returns nothing: it writes them into the operands of these names, but for leaves
+        with a missing operand. Parts that are not ``ok`` keep the values that the
+        operands have.
 
         Args:
             function: the formula.
             leaves: of one formula.
-            operands: tensors (P, n) of each leaf, by name.
-            ok: (P,) bool, of all parts of the leaves' group.
-            table: (P, S) scalars, of all parts of the leaves' group.
+            operands: tensors (P, n) of each leaf, by name; g as ``reduce`` got it.
+            scalars: of all parts of the leaves' group.
         """
 
     def small(self, function: Callable[..., Result], *args: Any) -> Result:
@@ -370,11 +424,10 @@ def step(
     with named_range("marsopt: update"):
         for number, group in enumerate(groups):
             if not group.algorithm.matrix_only:
-                operands = _with(group.operands, g=grads[number])
-                of_group = decision.ok_parts[number], decision.tables[number]
-                results = runner.map(updated, group, operands, *of_group)
-                if not runner.writes:
-                    _take(outcome, number, range(len(results)), results)
+                operands = {**group.operands, "g": grads[number]}
+                scalars = decision.scalars[number]
+                results = runner.map(updated, group, operands, scalars)
+                _take(outcome, number, group.places, results)
     for sets in exchanges:
         _exchange(sets, grads, outcome, collectives, runner)
     return outcome
@@ -406,19 +459,15 @@ def _decided(
     return sums, runner.small(decide, inputs, sums, max_norm)
 
 
-def _with(operands: Operands, **given: Sequence[Tensor | None]) -> Operands:
-    return {**operands, **given}
-
-
 def _take(
     outcome: Outcome,
     number: int,
     members: Iterable[int],
-    results: Sequence[Results | None],
+    results: Sequence[Results],
 ) -> None:
     """Take over the results of a runner that writes nothing."""
-    for i, result in zip(members, results, strict=True):
-        outcome.values[number][i] |= result or {}
+    for i, result in zip(members, results, strict=False):
+        outcome.values[number][i] |= result
 
 
 def _exchange(
@@ -431,53 +480,65 @@ def _exchange(
     """Update the leaves of one exchange, let owners work on their matrices, and apply
     the results.
     """
-    decision, requests = outcome.decision, []
-    matrices: list[list[Tensor | None]] = []
+    decision = outcome.decision
+    requests: list[Request] = []  # Dynamo traces this, but no list[Request]()
+    of_sets: list[Batch | list[Tensor | None]] = []
     for leaves in sets:
         number = leaves.number
-        of_leaves = [grads[number][i] for i in leaves.members]
-        operands = _with(leaves.operands, g=of_leaves)
+        of_leaves = [grads[number][i] for i in leaves.places]
+        operands: Operands = {**leaves.operands, "g": of_leaves}
         if runner.writes and leaves.output is not None:
-            operands = _with(operands, o=leaves.outputs(of_leaves))
+            operands = {**operands, "o": leaves.outputs(of_leaves)}
         with named_range("marsopt: update"):
-            of_group = decision.ok_parts[number], decision.tables[number]
-            results = runner.map(updated, leaves, operands, *of_group)
-        owner_matrices = [
-            None if r is None else r.pop("o", r.get("m")) for r in results
-        ]
+            results = runner.map(updated, leaves, operands, decision.scalars[number])
         if not runner.writes:
-            _take(outcome, number, leaves.members, results)
-        requests += _requests(leaves, owner_matrices, decision, runner.writes)
-        matrices.append(owner_matrices)
+            operands = {"o": [r.pop("o", r.get("m")) for r in results]}
+            _take(outcome, number, leaves.places, results)
+        made = operands["o" if "o" in operands else "m"]
+        matrices: Batch | list[Tensor | None]
+        if isinstance(made, Batch):
+            matrices = made
+        else:
+            pairs = zip(made, of_leaves, strict=True)
+            matrices = [None if g is None else matrix for matrix, g in pairs]
+        requests += _requests(leaves, matrices, decision, runner.writes)
+        of_sets.append(matrices)
     if not requests:
         return
     with named_range("marsopt: matrices"):
         outputs = iter(collectives.on_owners(requests))
-    del requests, operands, results
-    for leaves, owner_matrices in zip(sets, matrices, strict=True):
-        for n, (i, leaf) in enumerate(zip(leaves.members, leaves.leaves, strict=True)):
-            if owner_matrices[n] is None:
-                continue
-            owner_matrices[n] = None  # the matrix is not needed any more
+    del requests, operands, results, made, matrices
+    for leaves in sets:
+        matrices = of_sets.pop(0)
+        if isinstance(matrices, Batch):
+            matrices = Batch(next(outputs).matrix, matrices.shapes)
+        else:
+            _from_owners(leaves, matrices, outputs, outcome)
+        names = ("x", LOW_BITS) if LOW_BITS in leaves.operands else ("x",)
+        operands = {name: leaves.operands[name] for name in names} | {"o": matrices}
+        scalars = decision.scalars[leaves.number]
+        with named_range("marsopt: update"):
+            results = runner.map(applied, leaves, operands, scalars)
+        _take(outcome, leaves.number, leaves.places, results)
+
+
+def _from_owners(
+    leaves: MatrixLeaves,
+    matrices: list[Tensor | None],
+    outputs: Iterator[MatrixOutput],
+    outcome: Outcome,
+) -> None:
+    """Put the results of owners into the place of their matrices, (P, n)."""
+    for n, (i, leaf) in enumerate(zip(leaves.places, leaves.leaves, strict=True)):
+        if matrices[n] is not None:
+            matrices[n] = None  # the matrix is not needed any more
             back = [next(outputs) for _ in leaf.params]
-            owner_matrices[n] = leaf.as_parts(
-                _joined([output.matrix for output in back])
-            )
+            pieces = [output.matrix for output in back]
+            joined = pieces[0] if len(pieces) == 1 else torch.stack(pieces)
+            matrices[n] = leaf.as_parts(joined)
             if outcome.owned:
                 of_params = [output.owned for output in back]
                 outcome.owned[leaves.number][i] = of_params  # type: ignore[assignment]
-        names = ("x", LOW_BITS) if LOW_BITS in leaves.operands else ("x",)
-        of_x = {name: leaves.operands[name] for name in names}
-        operands = _with(of_x, o=owner_matrices)
-        with named_range("marsopt: update"):
-            of_group = decision.ok_parts[leaves.number], decision.tables[leaves.number]
-            results = runner.map(applied, leaves, operands, *of_group)
-        if not runner.writes:
-            _take(outcome, leaves.number, leaves.members, results)
-
-
-def _joined(pieces: Sequence[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.stack(list(pieces))
 
 
 def _requests(
@@ -490,9 +551,13 @@ def _requests(
     matrices.
     """
     group, algorithm = leaves.group, leaves.algorithm
-    requests: list[Request] = []  # Dynamo traces this, but no list[Request]()
-    ok, table = decision.ok[leaves.number], decision.tables[leaves.number]
-    for i, matrix, rows in zip(leaves.members, matrices, leaves.rows, strict=True):
+    if isinstance(matrices, Batch):
+        x = matrices.matrices
+        batch = MatrixInput(x), x, BATCH, algorithm.matrix_preconditioner
+        return [Request(*batch)] if x.numel() else []
+    requests: list[Request] = []
+    ok, table = decision.ok[leaves.number], decision.scalars[leaves.number].table
+    for i, matrix, rows in zip(leaves.places, matrices, leaves.rows, strict=True):
         leaf, first = group.leaves[i], group.firsts[i]
         if matrix is None:
             continue
@@ -534,14 +599,10 @@ class Pure:
         return torch.cat(sums)
 
     def map(
-        self,
-        function: Formula,
-        leaves: Leaves,
-        operands: Operands,
-        ok: Tensor,
-        table: Tensor,
-    ) -> list[Results | None]:
-        results: list[Results | None] = []
+        self, function: Formula, leaves: Leaves, operands: Operands, scalars: Scalars
+    ) -> list[Results]:
+        ok, table = scalars
+        results: list[Results] = []
         for n, rows in enumerate(leaves.rows):
             of_leaf = ((name, column[n]) for name, column in operands.items())
             tensors = {name: tensor for name, tensor in of_leaf if tensor is not None}

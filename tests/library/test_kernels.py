@@ -40,10 +40,12 @@ from marsopt.step.kernels import (
     AddressTable,
     Blocks,
     SumsKernel,
+    Tables,
     UpdateKernel,
     available,
 )
 from marsopt.step.printer import print_sums, print_update
+from marsopt.step.source import GIVEN
 from tests.library.test_memory import by_data, by_to
 
 ROOT = Path(__file__).parents[2]
@@ -222,7 +224,7 @@ class Memory:
         lists = {k: [t.data_ptr() for t in ts] for k, ts in self.tensors.items()}
         if "g" in lists:
             lists["g"][2] = 0
-        return list(lists.values())
+        return lists
 
     def part(self, name, i):
         tensor = self.tensors[name][TENSORS[i]]
@@ -232,9 +234,20 @@ class Memory:
         return {k: [t.clone() for t in ts] for k, ts in self.whole.items()}
 
 
-def parts_and_table(operands):
-    parts = Blocks(SIZES, OFFSETS, CPU, block=SMALL)
-    return parts, AddressTable(list(operands.values()), TENSORS, OFFSETS, CPU)
+def tables_of(operands, addresses, tensors=TENSORS, offsets=OFFSETS):
+    """The tables of addresses of each operand's tensors."""
+
+    def sent(names):
+        dtypes = [operands[name] for name in names]
+        table = AddressTable(dtypes, tensors, offsets, CPU)
+        return table.on_device([addresses[name] for name in names])
+
+    fixed = sent([name for name in operands if name not in GIVEN])
+    return Tables(fixed, *(sent([n]) if n in operands else fixed for n in GIVEN))
+
+
+def blocks_of():
+    return Blocks(SIZES, OFFSETS, CPU, block=SMALL)
 
 
 def position_of(i):
@@ -246,7 +259,7 @@ def position_of(i):
 def test_interpreted_update_is_the_eager_one(name):
     body, operands, scalars = body_of(name)
     memory = Memory(operands)
-    parts, table = parts_and_table(operands)
+    tables = tables_of(operands, memory.addresses())
     want = memory.copy()
     for i in [i for i, moves in enumerate(OK) if moves]:
         tensors = {k: memory.part(k, i) for k in operands}
@@ -255,7 +268,7 @@ def test_interpreted_update_is_the_eager_one(name):
             first = memory.start(TENSORS[i]) + OFFSETS[i]
             want[k][TENSORS[i]][first:][: SIZES[i]] = value.view(-1).to(operands[k])
     kernel = UpdateKernel(printed(name))
-    kernel(parts, table.on_device(memory.addresses()), OK, scalars)
+    kernel(blocks_of(), tables, OK, scalars)
     for k, dtype in operands.items():
         ulps = dict(rtol=2 * torch.finfo(dtype).eps, atol=1e-7 if dtype == F32 else 0)
         for found, expected in zip(memory.whole[k], want[k], strict=True):
@@ -274,10 +287,10 @@ def test_interpreted_rounding_has_the_bits_of_the_eager_one():
     operands = {"x": F32, "m": BF16}
     memory = Memory(operands)
     memory.tensors["x"][0][:4] = torch.tensor([torch.inf, torch.nan, 3.4e38, -0.0])
-    parts, table = parts_and_table(operands)
+    tables = tables_of(operands, memory.addresses())
     scalars = torch.arange(5.0).view(5, 1) * 12345
     kernel = UpdateKernel(print_update("rounding", body, operands, 1))
-    kernel(parts, table.on_device(memory.addresses()), OK, scalars)
+    kernel(blocks_of(), tables, OK, scalars)
     for i in range(4):
         columns = (scalars[i].view(1, 1),)
         expected = body({"x": memory.part("x", i)}, columns, position_of(i))["m"]
@@ -319,11 +332,12 @@ def test_interpreted_operators_are_the_eager_ones(dtype):
     x[0, :5] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
     results = {k: torch.empty_like(x) for k in chosen}
     parts = Blocks([50], torch.tensor([0]), CPU, block=SMALL)
-    table = AddressTable(list(operands.values()), [0], torch.tensor([0]), CPU)
-    addresses = [[t.data_ptr()] for t in (x, y, *results.values())]
+    tensors = dict(x=x, y=y) | results
+    addresses = {name: [tensor.data_ptr()] for name, tensor in tensors.items()}
+    tables = tables_of(operands, addresses, [0], torch.tensor([0]))
     scalars = torch.full((1, 1), 0.7, dtype=dtype)
     kernel = UpdateKernel(print_update("operators", body, operands, 1, dtype))
-    kernel(parts, table.on_device(addresses), torch.tensor([True]), scalars)
+    kernel(parts, tables, torch.tensor([True]), scalars)
     for k, value in body({"x": x, "y": y}, (scalars,), None).items():
         torch.testing.assert_close(
             results[k], value.to(dtype), equal_nan=True, msg=partial("{} {}".format, k)
@@ -338,15 +352,15 @@ def test_interpreted_sums_are_right_and_repeat_their_bits():
 
     operands = {"x": F32, "g": BF16, "h": F32}
     memory = Memory(operands)
-    parts, table = parts_and_table(operands)
+    fixed, grads, _ = tables_of(operands, memory.addresses())
     kernel = SumsKernel(print_sums("sums of g and h", body, operands))
-    found = kernel(parts, table.on_device(memory.addresses()))
+    found = kernel(blocks_of(), fixed, grads)
     assert found.dtype == F64
     for i, size in enumerate(SIZES):
         g, h = memory.part("g", i).double(), memory.part("h", i).double()
         expected = torch.stack([g.square().sum(), (g * h).sum(), torch.tensor(size)])
         torch.testing.assert_close(found[i], expected.double(), rtol=1e-6, atol=1e-5)
-    again = kernel(parts, table.on_device(memory.addresses()))
+    again = kernel(blocks_of(), fixed, grads)
     assert torch.equal(found, again)
     assert kernel.printed.bytes_read == 6 and kernel.printed.bytes_written == 0
 
@@ -361,11 +375,11 @@ def test_interpreted_kernels_take_parts_without_elements():
     for sizes in ([], [0, 0]):
         offsets = torch.zeros(len(sizes), dtype=torch.int64)
         parts = Blocks(sizes, offsets, CPU)
-        table = AddressTable([F32], range(len(sizes)), offsets, CPU)
-        addresses = table.on_device([[0] * len(sizes)])
+        addresses = dict(x=[0] * len(sizes))
+        tables = tables_of(operands, addresses, range(len(sizes)), offsets)
         ok = torch.ones(len(sizes), dtype=torch.bool)
-        update(parts, addresses, ok, torch.empty(len(sizes), 0))
-        assert sums(parts, addresses).tolist() == [[0.0]] * len(sizes)
+        update(parts, tables, ok, torch.empty(len(sizes), 0))
+        assert sums(parts, *tables[:2]).tolist() == [[0.0]] * len(sizes)
 
 
 # ---- in every process ----------------------------------------------------------------
