@@ -25,14 +25,21 @@ from marsopt.functional.buffers import (
 from marsopt.optim.groups import check_group, kinds_of, labels, moves
 from marsopt.optim.loading import as_tensor
 from marsopt.optim.numbers import Row, Table
-from marsopt.optim.small import SMALL, Pack
 from marsopt.optim.state_dict import STAGE_COUNT, State
 from marsopt.rules.component import Algorithm, Buffer, MatrixCost, owned_shapes
 from marsopt.rules.numerics import working, working_dtype
 from marsopt.rules.registry import STATE_KEYS
 from marsopt.step import kernels
-from marsopt.step.decide import Decision, Inputs
-from marsopt.step.leaf import Leaf, common_dtype, index_of, leaf_of, memory_of
+from marsopt.step.decide import Decision, Inputs, num_columns
+from marsopt.step.leaf import (
+    SMALL,
+    Leaf,
+    Pack,
+    common_dtype,
+    index_of,
+    leaf_of,
+    memory_of,
+)
 from marsopt.step.leaf import is_dense as is_memory
 from marsopt.step.owners import LOCAL, Collectives, OwnerBuffer, Tensors
 from marsopt.step.step import Gradients, Group, MatrixLeaves, exchanges_of
@@ -223,7 +230,7 @@ class Binding:
                 continue
             x, state = member.piece, member.state
             if algorithm.matrix_only:
-                pack = Pack(algorithm, [bare], [parts], [x], [state])
+                pack = Pack(num_columns(algorithm), [bare], [parts], [x], [state])
                 singles.append(pack.leaf)
                 packs.append(pack)
                 ordered.append(member)
@@ -231,7 +238,7 @@ class Binding:
                 small.append((bare, parts, x, state))
                 packed.append(member)
         if small:
-            pack = Pack(algorithm, *zip(*small, strict=True))
+            pack = Pack(num_columns(algorithm), *zip(*small, strict=True))
             singles.append(pack.leaf)
             packs.append(pack)
         ordered += packed

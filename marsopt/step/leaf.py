@@ -1,5 +1,5 @@
 """Leaves: every tensor of a step is (P, n), and each of its P parts has one norm and
-one row of scalars.
+one row of scalars. A pack copies several tensors into a leaf.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,9 @@ from torch import Tensor
 from marsopt.rules.component import Algorithm
 from marsopt.rules.numerics import scalar_dtype
 from marsopt.step.owners import Collectives, Tensors, rows_here
+
+SMALL = 4096  # elements; a copy of fewer costs less than a call of a graph
+WIDTH = 64  # elements of a row of small tensors, or a divisor: a cache line or more
 
 
 class Parts(NamedTuple):
@@ -274,3 +277,121 @@ def leaf_of(
     none = piece.new_empty(len(norms), 0)
     nums = [num] * len(params)
     return Leaf(none, {}, params, nums, norms, scales, seed, piece.shape), parts
+
+
+# ---- small tensors of a CPU, and tensors with gaps in memory -------------------------
+
+
+class Copy(NamedTuple):
+    """Rows (R, n), and the tensors that a step copies in and out."""
+
+    rows: Tensor
+    views: list[Tensor]  # of the rows, shaped as the tensors
+    held: list[Tensor]
+    # the tensors' memory in 1-D, and zeros, that fill the rows: joining them takes a
+    # third of the time of copying; None if a tensor is not contiguous
+    lines: list[Tensor] | None = None
+
+
+class Pack:
+    """Tensors of one formula, one behind the other in rows (R, n): each row is a part.
+
+    Args:
+        num_columns: how many scalars a part has.
+        leaves: a leaf without its tensors for each of the tensors.
+        parts: the parts of each tensor.
+        xs: the tensors' pieces.
+        buffers: the buffers of each tensor, by symbol.
+    """
+
+    def __init__(
+        self,
+        num_columns: int,
+        leaves: Sequence[Leaf],
+        parts: Sequence[Parts],
+        xs: Sequence[Tensor],
+        buffers: Sequence[dict[str, Tensor]],
+    ) -> None:
+        several = [p.size for p in parts if len(p.norms) > 1]
+        width = math.gcd(WIDTH, *several)
+        if len(leaves) == 1:  # a tensor with gaps keeps its parts
+            width = parts[0].size
+        norms, self._starts, self._held = list[int](), list[int](), [*xs]
+        scales, nums = list[float](), list[int]()
+        for leaf, (size, norms_of_parts, *_) in zip(leaves, parts, strict=True):
+            self._starts.append(len(norms) * width)
+            for norm in norms_of_parts:
+                num_rows = -(-size // width) if width else 1
+                norms += [sum(nums) + norm] * num_rows
+            nums += leaf.num_norms
+            scales += leaf.scales
+        # Dynamo makes a graph of its own for 1, and takes equal sizes for one size
+        while len(leaves) > 1 and len(norms) in (1, width, num_columns):
+            norms.append(0)
+        self._shape = len(norms), width
+        symbols = list(buffers[0])
+        columns = [[*xs], *([tensors[s] for tensors in buffers] for s in symbols)]
+        self._copies = [self._copy(column) for column in columns]
+        tensors = [copy.rows for copy in self._copies]
+        first = leaves[0]
+        self.leaf = Leaf(
+            tensors[0],
+            dict(zip(symbols, tensors[1:], strict=True)),
+            [p for leaf in leaves for p in leaf.params],
+            nums,
+            norms,
+            scales,
+            first.seed,
+            first.shape,
+            None,
+            [tensors for leaf in leaves for tensors in leaf.owned],
+        )
+        self._g, self._gs = self._empty(xs[0].dtype)
+        self._zero = torch.zeros((), device=xs[0].device)
+
+    def _empty(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        """Return rows (R, n), and views of them shaped as the tensors."""
+        rows = torch.zeros(self._shape, dtype=dtype, device=self._held[0].device)
+        flat = rows.view(-1)
+        pairs = zip(self._starts, self._held, strict=True)
+        return rows, [flat[i : i + x.numel()].view(x.shape) for i, x in pairs]
+
+    def _copy(self, held: list[Tensor]) -> Copy:
+        """Return empty rows for tensors."""
+        rows, views = self._empty(held[0].dtype)
+        if not all(t.is_contiguous() and not t.is_neg() for t in held):
+            return Copy(rows, views, held)
+        lines = []
+        slots = pairwise([*self._starts, rows.numel()])
+        for (start, stop), tensor in zip(slots, held, strict=True):
+            num = tensor.numel()
+            # no views: torch.utils.swap_tensors refuses a tensor that has views
+            lines += [
+                memory_of(tensor, (1, num))[0],
+                rows.new_zeros(stop - start - num),
+            ]
+        # a rank may have no element of all these tensors
+        return Copy(rows, views, held, [x for x in lines if x.numel()] or None)
+
+    def gather(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Copy x and the buffers in; return the gradients (R, n), with zeros for
+        missing ones.
+        """
+        for copy in self._copies:
+            if copy.lines is not None:
+                torch.cat(copy.lines, out=copy.rows.view(-1))
+            else:
+                torch._foreach_copy_(copy.views, copy.held)
+        dtype = common_dtype(grads, self._g.dtype)
+        if dtype != self._g.dtype:
+            self._g, self._gs = self._empty(dtype)
+        zero, present = self._zero.to(self._g.dtype), list[Tensor]()
+        for g, view in zip(grads, self._gs, strict=True):
+            present.append(zero.expand_as(view) if g is None else g)
+        torch._foreach_copy_(self._gs, present)
+        return self._g
+
+    def scatter(self) -> None:
+        """Copy x and the buffers out."""
+        for copy in self._copies:
+            torch._foreach_copy_(copy.held, copy.views)
