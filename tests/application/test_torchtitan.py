@@ -266,6 +266,10 @@ def test_options_of_the_whole_optimizer_may_stand_in_groups_that_agree():
         model_parts=[Part()]
     )
     assert "ns_dtype" not in container.optimizers[0].param_groups[0]
+    groups = default_mars(0.1, master_weight_bits=24, **EAGER)
+    container = groups.build(model_parts=[Part().bfloat16()])
+    names = {name for name, _ in Part().named_parameters()}
+    assert container.optimizers[0].master_weights().keys() == names
     with pytest.raises(ValueError, match="expected one value"):
         build_mars([dict(params=[], ns_dtype=d) for d in ("float32", "bfloat16")])
     with pytest.raises(ValueError, match="expected one value"):

@@ -30,6 +30,8 @@ WHAT = {name: dict(mars_type=name) for name in REGISTRY} | {
     "rounded": dict(state_dtype=torch.bfloat16, stochastic_rounding=True),
     "wider": dict(state_dtype=torch.float64, h_dtype=torch.bfloat16),
     "half": dict(state_dtype=torch.float32),
+    "master 32": dict(mars_type="mars-m", master_weight_bits=32),
+    "master 24": dict(mars_type="moonlight", master_weight_bits=24),
     "a tensor": dict(lr=torch.tensor(0.01)),
 }
 
@@ -38,7 +40,7 @@ def fresh(what, mode="eager", seed=0, **own):
     """(model, optimizer) before the first step."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4), nn.Linear(4, 6))
-    model = model.bfloat16() if what == "half" else model
+    model = model.bfloat16() if what.startswith(("half", "master")) else model
     options = dict(lr=0.01, ns_dtype=torch.float32) | WHAT[what] | own
     return model, build(model.named_parameters(), mode, **options)
 
@@ -89,7 +91,11 @@ TOOLS = {
     "dcp": by_dcp,
 }
 CELLS = [("file", what, "eager") for what in WHAT]
-CELLS += [(tool, what, "eager") for tool in TOOLS for what in ("mars-soap", "exact")]
+CELLS += [
+    (tool, what, "eager")
+    for tool in TOOLS
+    for what in ("mars-soap", "exact", "master 24")
+]
 CELLS += [("file", what, "flat") for what in ("mars-adamw", "mars-m", "mars-soap")]
 # structure that the target had otherwise, and the state dict brings
 OTHERS = {

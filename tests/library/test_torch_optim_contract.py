@@ -325,6 +325,7 @@ OPTIONS = {
     "state_dtype": (torch.float64, torch.float32),
     "h_dtype": (torch.bfloat16, None),
     "stochastic_rounding": (True, False),
+    "master_weight_bits": (None, 32),
     "compile": (False, True),
     "nonfinite": ("raise", "skip"),
 }

@@ -38,6 +38,7 @@ from tests.table import steady
 pytestmark = pytest.mark.processes
 
 RULES = ("muon", "moonlight", "normuon", "soap", "adamw", "mars-m", "soap-muon")
+BF16 = torch.bfloat16
 TOKENS = 12  # of all ranks in a step: divisible by 2, 3 and 4
 NUM_STEPS = 3
 
@@ -80,10 +81,10 @@ class Small(nn.Module):
         return self.only(x)
 
 
-def held_as(way, kind, mars_type, compile=False):
-    """A model in float64, and its optimizer, over the ranks or whole in one process."""
+def held_as(way, kind, mars_type, compile=False, dtype=torch.float64, **more):
+    """A model, and its optimizer, over the ranks or whole in one process."""
     torch.manual_seed(1)
-    model, kw = kind().double(), {}
+    model, kw = kind().to(dtype), {}
     if way == "ddp":
         model = DistributedDataParallel(model)
         kw = dict(collectives=DataParallel(model.process_group))
@@ -97,7 +98,7 @@ def held_as(way, kind, mars_type, compile=False):
     plain = [pair for pair in named if pair[0] not in OWN]
     groups = [dict(params=plain)]
     groups += [dict(params=[(n, p)], **OWN[n]) for n, p in named if n in OWN]
-    kw |= steady(mars_type)
+    kw |= steady(mars_type) | more
     optimizer = MARS(
         groups, lr=0.02, lr_1d=0.02, mars_type=mars_type, weight_decay=0.1,
         ns_dtype=torch.float64, compile=compile, max_norm=1.0, **kw,
@@ -172,6 +173,40 @@ def alone(kind, mars_type):
     at_save = whole(model), copy.deepcopy(buffers(optimizer.state_dict()))
     train(model, optimizer, range(NUM_STEPS, 2 * NUM_STEPS))
     return *at_save, whole(model)
+
+
+def masters(rank, world):
+    """By rule, whether 32 bits are a float32 run, and the weights of 24 bits."""
+    found = {}
+    for mars_type in ("mars-m", "normuon", "soap"):
+        runs = [
+            held_as("ddp", Model, mars_type, dtype=dtype, master_weight_bits=bits)
+            for dtype, bits in ((BF16, 32), (torch.float32, None), (BF16, 24))
+        ]
+        with torch.no_grad():
+            for p, q in zip(*(m.parameters() for m, _ in runs[:2]), strict=True):
+                q.copy_(p)
+        for seed in range(NUM_STEPS):
+            for model, optimizer in runs:
+                g = torch.Generator().manual_seed(seed)
+                for p in model.parameters():
+                    p.grad = torch.randn(p.shape, generator=g).to(BF16).to(p.dtype)
+                optimizer.step()
+        weights, (wide, _) = runs[0][1].master_weights(), runs[1]
+        expected = whole(wide)
+        found[mars_type] = all(torch.equal(weights[n], x) for n, x in expected.items())
+        found[mars_type, 24] = runs[2][1].master_weights()
+    return found
+
+
+def test_master_weights_are_those_of_a_float32_run():
+    """And ranks round alike."""
+    first, second = spawn(masters, 2)
+    for key, value in first.items():
+        if isinstance(value, dict):
+            assert all(torch.equal(second[key][n], x) for n, x in value.items()), key
+        else:
+            assert value and second[key], key
 
 
 @pytest.mark.parametrize(
