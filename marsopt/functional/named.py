@@ -59,14 +59,13 @@ def rule(name: RuleName, **options: Unpack[Options]) -> Rule:
     more = {"max_norm", "is_approx", "correction"} if row.is_mars else {"max_norm"}
     check_names(options, {*row.options, *more}, f"the rule {row.name!r}")
     check_values(row.options, options)  # whether they are read or not
-    given: dict[str, Any] = {**options}
-    given = row.log_time_options(given.get("log_time")) | given
-    correction = resolve(given.get("is_approx", True), given.get("correction"))
+    correction = resolve(options.get("is_approx", True), options.get("correction"))
     if row.is_mars:
-        others = {n: value for n, value in given.items() if n not in row.table}
-        check_options(row, correction, others)
-    given["correction"] = correction.name
-    return Rule(matrix=row.algorithm(given), max_norm=given.get("max_norm"))
+        beside = {n: value for n, value in options.items() if n not in row.table}
+        check_options(row, correction, beside)
+    values = row.log_time_defaults(options.get("log_time")) | {**options}
+    values["correction"] = correction.name
+    return Rule(matrix=row.algorithm(values), max_norm=options.get("max_norm"))
 
 
 def mars(*, mars_type: RuleName = "mars-adamw", **options: Unpack[Options]) -> Rule:
@@ -115,13 +114,13 @@ def mars(*, mars_type: RuleName = "mars-adamw", **options: Unpack[Options]) -> R
     known = all_options().keys() - {"lr", "lr_ratio", "lr_1d_ratio"}
     check_names(options, known, "mars")
     row = named(mars_type)
-    given: dict[str, Any] = {"mars_type": mars_type, **options}
-    explicit = {n: value for n, value in given.items() if value is not None}
-    correction = resolve(given.get("is_approx", True), given.get("correction"))
+    arguments: dict[str, Any] = {"mars_type": mars_type, **options}
+    explicit = {n: value for n, value in arguments.items() if value is not None}
+    correction = resolve(options.get("is_approx", True), options.get("correction"))
     check_options(row, correction, explicit)
     check_taken([row.name], options.get("correction"))
     defaults = row.group_defaults(options.get("log_time"))
-    values = {**given, **defaults, **explicit, "correction": correction.name}
+    values = {**arguments, **defaults, **explicit, "correction": correction.name}
     rest = rest_values(values)
     return Rule(
         matrix=row.algorithm(matrix_values(values)),

@@ -151,7 +151,7 @@ def _texts(component: type) -> dict[str, str]:
 
 def arguments(component: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a dataclass that are among ``values``, under the names of
-    its fields. None stands for the dataclass's own value, unless it is a value itself.
+    its fields. None selects the field's default, unless it is a value itself.
     """
     by_field: dict[str, Any] = {}
     known = options_of(component)
@@ -161,12 +161,12 @@ def arguments(component: type, values: Mapping[str, Any]) -> dict[str, Any]:
                 by_field[f.name] = replace(nested, **of_nested)
             continue
         line = known[_name(f)]
-        if line.beta is not None and "betas" in values:
-            by_field[f.name] = values["betas"][line.beta]
-        elif line.name in values:
+        if line.name in values:
             value = values[line.name]
             if value is not None or not line.is_optional:
                 by_field[f.name] = value
+        elif line.beta is not None and "betas" in values:
+            by_field[f.name] = values["betas"][line.beta]
     return by_field
 
 

@@ -148,14 +148,6 @@ class NamedRule:
             values |= dict(betas_1d=both, nesterov_1d=LOG_TIME_NESTEROV)
         return values
 
-    def log_time_options(self, log_time: Number | None) -> dict[str, Any]:
-        """Return the same by the names of ``options``."""
-        values = self.log_time_defaults(log_time)
-        betas = values.get("betas", ())
-        single = {n: line.beta for n, line in self.table.items()}
-        values |= {n: betas[i] for n, i in single.items() if betas and i is not None}
-        return {name: value for name, value in values.items() if name in self.table}
-
     def algorithm(self, values: Mapping[str, Any]) -> Algorithm:
         """Return its algorithm.
 
