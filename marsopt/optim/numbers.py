@@ -39,12 +39,11 @@ class Row:
     def __init__(
         self, group: Mapping[str, Any], is_matrix: bool, options: Mapping[str, Any]
     ) -> None:
-        table = options_of_group(group, options)
         self.group, values = group, values_of(group, is_matrix)
         algorithm = named(values["mars_type"]).algorithm({**options, **values})
         self.algorithm = algorithm
         is_of_rule = values["mars_type"] == group["mars_type"]
-        # of each column but lr: the key of the group and the place there; else a value
+        # A column after lr is a key of the group and a place in its pair, or a number.
         self._sources: list[tuple[str, int | None] | Number] = []
         defaults = algorithm.defaults(0.0, None)
         lines = options_of(type(algorithm.preconditioner))
@@ -58,19 +57,17 @@ class Row:
                 self._sources.append(default)
                 continue
             self._sources.append((key, place))
-        del self._sources[0]  # of lr
+        del self._sources[0]
+        known = options_of_group(group, options)
+        self._structure = [
+            key for key, line in known.items() if key in group and not line.is_number
+        ]
         # Numbers that the formula does not read are checked, too.
         self._lines = {
             key: line
-            for key, line in table.items()
+            for key, line in known.items()
             if line.is_number and key in group and not (is_matrix and key in REST)
         }
-        # The formula depends on the keys, on values that are no numbers, and on None,
-        # True or False in the place of a number.
-        own = {key: line for key, line in table.items() if key in group}
-        of_structure = [key for key, line in own.items() if not line.is_number]
-        self._num_values = len(of_structure)
-        self._of_form = [*of_structure, *(k for k in own if k not in of_structure)]
         self._names, self._form = set(group), self._present_form()
         self._seen: list[Any] = [...] * len(self._lines)
         self._plain: dict[str, Any] = {}
@@ -78,11 +75,13 @@ class Row:
         self.refresh()
 
     def _present_form(self) -> list[Any]:
-        values = list(map(self.group.get, self._of_form))
-        numbers = values[self._num_values :]
-        values[self._num_values :] = [
-            v if v is None or v is True or v is False else float for v in numbers
-        ]
+        """Return the values that the formula depends on: structure; and None, True or
+        False in the place of a number.
+        """
+        values = list(map(self.group.get, self._structure))
+        for value in map(self.group.get, self._lines):
+            is_switch = value is None or value is True or value is False
+            values.append(value if is_switch else float)
         return values
 
     def fits(self) -> bool:
