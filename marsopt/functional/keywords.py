@@ -12,7 +12,7 @@ from marsopt.rules.component import MasterBits, Per
 from marsopt.rules.matrices import Kind
 from marsopt.step.owners import Collectives
 
-Parts = int | tuple[int, ...] | None  # of a fused weight
+Parts = int | tuple[int, ...] | None  # splits of a fused weight
 
 
 class PartOptions(TypedDict, total=False):
@@ -42,7 +42,7 @@ class Options(PartOptions, total=False):
     """Options of ``rule`` and ``mars``."""
 
     amsgrad: bool
-    beta2: Number  # of rule
+    beta2: Number  # only in ``rule``
     betas: tuple[Number, Number] | None
     betas_1d: tuple[Number, Number] | None
     clip: Number | None
@@ -55,7 +55,7 @@ class Options(PartOptions, total=False):
     lr_1d: Number | None
     matrices: Kind
     max_norm: Number | None
-    momentum: Number  # of rule
+    momentum: Number  # only in ``rule``
     nesterov: Weight | None
     nesterov_1d: Weight | None
     optimize_1d: bool

@@ -198,10 +198,10 @@ class Rule:
             before = count
             if before is None:  # the host has to know it if work differs between steps
                 before = int(states[side].t) if algorithm.has_stages else 0
-            of_side = bind(
+            formulas = bind(
                 leaves, grads, reference, states[side], side_lr, gamma, before
             )
-            bound += [(side, group) for group in of_side]
+            bound += [(side, group) for group in formulas]
         groups, grads_of = [b.group for _, b in bound], [b.grads for _, b in bound]
         is_local = collectives is LOCAL
         outcome = step(
@@ -216,8 +216,8 @@ class Rule:
         for side, leaves in sides.items():
             places = {
                 position: (number, i)
-                for number, (of_side, b) in enumerate(bound)
-                if of_side == side
+                for number, (route, b) in enumerate(bound)
+                if route == side
                 for i, position in enumerate(b.positions)
             }
             in_order = [places[i] for i in range(len(leaves.names))]
@@ -265,11 +265,11 @@ class Rule:
         check_container(params, "params")
         if len(self._routes) == 1 and not self.routes:
             return {"matrix": all_leaves}
-        of_name = {n: side for side, r in self._routes.items() for n in r.names or ()}
+        named = {n: side for side, r in self._routes.items() for n in r.names or ()}
         parts: dict[str, list[Name]] = {side: [] for side in self._routes}
         for name, shape in zip(all_leaves.names, all_leaves.shapes, strict=True):
             by_shape = "matrix" if self.matrix.matrices.takes(shape) else "rest"
-            side = of_name.get(name) if self.routes else by_shape
+            side = named.get(name) if self.routes else by_shape
             if side is None:
                 raise ValueError(
                     f"got params[{name!r}], expected a name in named_parameters() of "
@@ -305,11 +305,12 @@ class Rule:
                 "as these parameters are routed: make the state by init on them"
             )
         for side, leaves in sides.items():
-            kept, given = leaves.algorithm.kept.keys(), states[side].buffers.keys()
-            if given - kept:
+            known, present = leaves.algorithm.kept.keys(), states[side].buffers.keys()
+            if present - known:
                 raise ValueError(
-                    f"got a state of {sorted(given)}, expected {sorted(kept)}, which "
-                    f"{leaves.algorithm} keeps: make the state by init of this rule"
+                    f"got a state of {sorted(present)}, expected {sorted(known)}, "
+                    f"which {leaves.algorithm} keeps: make the state by init of this "
+                    "rule"
                 )
         return states
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from marsopt.functional.buffers import check_parameter
 
 Tree = Sequence[Tensor] | Mapping[str, Tensor]
-Name = Any  # of a leaf: a key of a mapping, or a position in a sequence
+Name = Any  # a leaf's key in a mapping, or its position in a sequence
 AnyTree = TypeVar("AnyTree", bound=Tree)  # comes back in the same container
 # Parts of names that torch adds to a module that it compiles, checkpoints, shards or
 # replicates, and to a weight that it parametrizes or prunes; Lightning Fabric to a
@@ -38,7 +38,7 @@ WRAPPERS = re.compile(
 class Packing:
     """The place of each leaf in the stacks."""
 
-    names: tuple[Name, ...]  # of the leaves, in their own order
+    names: tuple[Name, ...]  # leaf names, in their order
     is_mapping: bool
     members: tuple[tuple[int, ...], ...]  # positions of the leaves of each stack
 

@@ -36,7 +36,7 @@ LEARNING_RATES = (
     (1_556_840_000, 3e-3),
 )
 RULES = ("moonlight", "mars-m")
-NUM_DIGITS = 2  # of a learning rate between two sizes
+NUM_DIGITS = 2  # a learning rate between two sizes is rounded to these
 
 
 def for_model(
@@ -89,9 +89,9 @@ def for_model(
         ['moonlight', 'adamw', 'adamw']
     """
     # first, and also if they are given: FSDP shards again
-    found = _collectives_of(model) if isinstance(model, nn.Module) else LOCAL
+    collectives = _collectives_of(model) if isinstance(model, nn.Module) else LOCAL
     plan = _plan(model, mars_type, lr, options)
-    whole = {"collectives": found} | plan.whole
+    whole = {"collectives": collectives} | plan.whole
     optimizer = MARS(plan.groups, lr=plan.lr, mars_type=mars_type, **whole)
     numbers = optimizer._ids()
     optimizer._order = [numbers[p] for p in model.parameters() if p in numbers]
@@ -136,8 +136,8 @@ def rule_for(
     plan = _plan(model, mars_type, lr, options)
     known = all_options().keys() - {"lr_ratio"}
     check_names(plan.whole, known, "marsopt.rule_for")
-    given: dict[str, Any] = dict(is_approx=True, correction=None, lr=plan.lr)
-    values = constructor_values(given | {"mars_type": mars_type} | plan.whole)
+    arguments: dict[str, Any] = dict(is_approx=True, correction=None, lr=plan.lr)
+    values = constructor_values(arguments | {"mars_type": mars_type} | plan.whole)
     whole: dict[str, Any] = {**values.whole, "inherited": values.inherited}
     check_taken([group["mars_type"] for group in plan.groups], whole["correction"])
     routes: dict[str, Route] = {}
@@ -171,11 +171,11 @@ def _plan(
     lr: float | Tensor | None,
     options: Mapping[str, Any],
 ) -> _Plan:
-    of_groups = signature(param_groups).parameters
-    for_groups: dict[str, Any] = {k: v for k, v in options.items() if k in of_groups}
+    parameters = signature(param_groups).parameters
+    for_groups: dict[str, Any] = {k: v for k, v in options.items() if k in parameters}
     # groups that are added later take these, too
-    of_groups_alone = of_groups.keys() - {"weight_decay", "log_time"}
-    whole = {k: v for k, v in options.items() if k not in of_groups_alone}
+    not_inherited = parameters.keys() - {"weight_decay", "log_time"}
+    whole = {k: v for k, v in options.items() if k not in not_inherited}
     rate: Any = lr
     rule = named(mars_type).name
     if lr is None and isinstance(model, nn.Module):  # param_groups refuses another

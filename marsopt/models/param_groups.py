@@ -140,21 +140,21 @@ def param_groups(
     hidden = dict(mars_type=row.name, lr=lr, weight_decay=decay)
     if log_time is not None:
         hidden["log_time"] = log_time
-    of_1d: dict[str, Any] = dict(
+    values_1d: dict[str, Any] = dict(
         lr_1d=lr_1d,
         betas_1d=betas_1d,
         weight_decay_1d=weight_decay_1d,
         nesterov_1d=nesterov_1d,
     )
-    of_1d = {name: value for name, value in of_1d.items() if value is not None}
-    check_values(REST, of_1d)
+    values_1d = {name: value for name, value in values_1d.items() if value is not None}
+    check_values(REST, values_1d)
     tables = hidden | {"weight_decay": 0.0}
     everything = row.fallback == "itself"
     if everything:
-        vectors = rest_values(tables | of_1d) or tables
+        vectors = rest_values(tables | values_1d) or tables
     else:
         defaults = row.group_defaults(log_time)
-        vectors = rest_values(defaults | hidden | of_1d) or hidden
+        vectors = rest_values(defaults | hidden | values_1d) or hidden
     if row.matrix_only and not everything:
         undecayed = row.fallback == "adamw_1d" and weight_decay_1d is None
         tables = vectors | ({"weight_decay": 0.0} if undecayed else {})
@@ -175,21 +175,21 @@ def param_groups(
         if p.requires_grad:
             check_unflattened(p, f"parameter {name!r}")
             trained = True
-        own = fused.get(id(p)) if role in parts else None  # not of adapters
-        own = Matrices(splits=own).splits
+        split = fused.get(id(p)) if role in parts else None  # adapters have no parts
+        split = Matrices(splits=split).splits
         if role == "adapter" and adapters == "matrix":
             role = "matrix"
         other = "tables" if role in TABLES else "vectors"
         part = role if role in parts else other
-        members.setdefault((part, own), []).append((name, p))
+        members.setdefault((part, split), []).append((name, p))
     if not trained:
         raise ValueError(
             "got a model without a parameter that requires a gradient, expected one at "
             "least: set requires_grad_() before the groups are made"
         )
     return [
-        {"params": params, **parts[part]} | ({} if own is None else {"splits": own})
+        {"params": params, **parts[part]} | ({} if split is None else {"splits": split})
         for part in parts
-        for (kind, own), params in members.items()
+        for (kind, split), params in members.items()
         if kind == part and params
     ]

@@ -25,10 +25,10 @@ def roles(model: nn.Module) -> Iterator[tuple[str, Tensor, Role]]:
     ``marsopt.param_groups`` explains the roles. A tensor that is an embedding in
     one place is one in all of them (a tied head).
     """
-    by_id, every = dict[int, list[Place]](), list(places(model))
-    for place in every:
+    by_id, all_places = dict[int, list[Place]](), list(places(model))
+    for place in all_places:
         by_id.setdefault(id(place.tensor), []).append(place)
-    names, heads = {place.plain for place in every}, {*_heads(model, every)}
+    names, heads = {place.plain for place in all_places}, {*_heads(model, all_places)}
     for uses in by_id.values():
         yield uses[0].name, uses[0].tensor, _role(uses, names, heads)
 
@@ -40,7 +40,7 @@ class _HasOutputEmbeddings(Protocol):
     def get_output_embeddings(self) -> Any: ...
 
 
-def _heads(model: nn.Module, every: Sequence[Place]) -> Iterator[int]:
+def _heads(model: nn.Module, all_places: Sequence[Place]) -> Iterator[int]:
     """Yield the ids of weights that are heads whatever their names: of layers that a
     model, or a part of it, declares; and of the last Linear, if it has a row for each
     row of an embedding.
@@ -50,10 +50,10 @@ def _heads(model: nn.Module, every: Sequence[Place]) -> Iterator[int]:
             with suppress(NotImplementedError, AttributeError):  # it declares none
                 head = module.get_output_embeddings()
                 yield from map(id, head.parameters())
-    linears = [place for place in every if isinstance(place.module, nn.Linear)]
+    linears = [place for place in all_places if isinstance(place.module, nn.Linear)]
     weights = [p.tensor for p in linears if p.plain.endswith("weight")]
-    adapters = {id(p.tensor) for p in every if ADAPTERS.search(p.plain)}
-    rows = {place.tensor.shape[0] for place in every if place.is_embedding}
+    adapters = {id(p.tensor) for p in all_places if ADAPTERS.search(p.plain)}
+    rows = {place.tensor.shape[0] for place in all_places if place.is_embedding}
     for last in [p for p in weights if id(p) not in adapters][-1:]:
         if last.shape[0] in rows and last.shape[0] > last.shape[-1]:
             yield id(last)
@@ -61,11 +61,11 @@ def _heads(model: nn.Module, every: Sequence[Place]) -> Iterator[int]:
 
 def _role(uses: Sequence[Place], all_names: set[str], heads: set[int]) -> Role:
     p, names = uses[0].tensor, [place.plain for place in uses]
-    told = [by_name(name) for name in names]
-    if "router" in told and not any(_routes(name, all_names) for name in names):
-        told = [None if role == "router" else role for role in told]
+    by_names = [by_name(name) for name in names]
+    if "router" in by_names and not any(_routes(name, all_names) for name in names):
+        by_names = [None if role == "router" else role for role in by_names]
     in_list = any(isinstance(place.module, nn.ParameterList) for place in uses)
-    is_rows = in_list and "embedding" in told  # rows of an embedding
+    is_rows = in_list and "embedding" in by_names  # rows of an embedding
     if is_rows or any(place.is_embedding for place in uses):
         return "embedding"
     if p.ndim < 2:
@@ -73,7 +73,7 @@ def _role(uses: Sequence[Place], all_names: set[str], heads: set[int]) -> Role:
     is_adapter = p.ndim == 2 and all(ADAPTERS.search(name) for name in names)
     if id(p) in heads and not is_adapter:
         return "head"
-    for role in told:
+    for role in by_names:
         if role:
             return role
     if p.numel() == max(p.shape):  # (num, 1) and (1, num)
@@ -130,7 +130,7 @@ def splits_of(model: nn.Module, by_pattern: Mapping[str, Any]) -> dict[int, Any]
     for pattern in by_pattern:
         checks.regular_expression("splits", pattern)
     modules = {plain_name(name): module for name, module in model.named_modules()}
-    found, unused = dict[int, Any](), dict.fromkeys(by_pattern)
+    splits, unused = dict[int, Any](), dict.fromkeys(by_pattern)
     for place in places(model):
         p, texts = place.tensor, (place.name, place.plain)
         if p.ndim < 2:
@@ -138,22 +138,22 @@ def splits_of(model: nn.Module, by_pattern: Mapping[str, Any]) -> dict[int, Any]
         hits = [x for x in by_pattern if any(re.search(x, text) for text in texts)]
         for pattern in hits:
             unused.pop(pattern, None)
-        own = by_pattern[hits[0]] if hits else _declared_splits(place, modules)
-        if own is not None and stores_inputs_first(place):
+        parts = by_pattern[hits[0]] if hits else _declared_splits(place, modules)
+        if parts is not None and stores_inputs_first(place):
             raise ValueError(
-                f"got splits={own!r} for {place.name!r} of a "
+                f"got splits={parts!r} for {place.name!r} of a "
                 f"{type(place.module).__name__}, which stores (in, out), expected a "
                 "weight (out, in), whose rows are parts: leave it out, the weight is "
                 "one matrix then"
             )
-        if hits or own is not None:
-            found.setdefault(id(p), own)
+        if hits or parts is not None:
+            splits.setdefault(id(p), parts)
     if unused:
         raise ValueError(
             f"got the patterns {[*unused]} in splits, expected each to match the name "
             "of a weight: correct them (model.named_parameters() lists the names)"
         )
-    return found
+    return splits
 
 
 def _declared_splits(place: Place, modules: Mapping[str, nn.Module]) -> Any:

@@ -44,15 +44,15 @@ def places(model: nn.Module) -> Iterator[Place]:
     for prefix, module in modules.items():
         pairs = module.named_parameters(prefix, recurse=False, remove_duplicate=False)
         for name, p in pairs:
-            plain, owner, own = plain_name(name), module, name.rpartition(".")[2]
-            stem = re.sub("_[gv]$", "", own)
+            plain, owner, attribute = plain_name(name), module, name.rpartition(".")[2]
+            stem = re.sub("_[gv]$", "", attribute)
             if isinstance(module, ParametrizationList):
                 layer = f".{prefix}".rpartition(".parametrizations.")[0]
-                plain, owner = plain.removesuffix(f".{own}"), modules[layer[1:]]
+                plain, owner = plain.removesuffix(f".{attribute}"), modules[layer[1:]]
             elif isinstance(module, nn.ParameterList):
                 plain = plain.rpartition(".")[0]
             elif stem in vars(module):  # as torch.nn.utils.weight_norm leaves it
-                plain = plain.removesuffix(own) + stem
+                plain = plain.removesuffix(attribute) + stem
             yield Place(name, plain, p, owner)
 
 
@@ -72,11 +72,11 @@ def stores_inputs_first(place: Place) -> bool:
     out): torch's ConvTranspose; transformers' Conv1D, its experts of GPT-OSS and Aria,
     and of Llama 4; and any module, if its two sizes say so.
     """
-    own, shape = vars(place.module), place.tensor.shape
-    if {"in_features", "out_features"} <= own.keys():
-        sizes = own["in_features"], own["out_features"]
+    attributes, shape = vars(place.module), place.tensor.shape
+    if {"in_features", "out_features"} <= attributes.keys():
+        sizes = attributes["in_features"], attributes["out_features"]
         return sizes[0] != sizes[1] and shape[-2:] == sizes
-    if "is_transposed" in own:
-        return bool(own["is_transposed"])
-    is_known = {"nx", "nf"} <= own.keys() or "expert_dim" in own
+    if "is_transposed" in attributes:
+        return bool(attributes["is_transposed"])
+    is_known = {"nx", "nf"} <= attributes.keys() or "expert_dim" in attributes
     return is_known or isinstance(place.module, _ConvTransposeNd)

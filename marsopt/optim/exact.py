@@ -8,7 +8,7 @@ from torch import Tensor
 from marsopt.optim.binding import Binding
 from marsopt.rules.numerics import working
 
-Factor = Tensor | float | None  # of a gradient; None = 1
+Factor = Tensor | float | None  # scales a gradient; None = 1
 
 
 class NextGradients:
@@ -56,16 +56,16 @@ class NextGradients:
         """Copy the gradients (never alias them), times ``factor``; zeros for missing
         ones.
         """
-        kept: dict[Tensor, Tensor] = {}
+        copies: dict[Tensor, Tensor] = {}
         self._is_full = False  # not before all are there
         for p, h in binding.references():
             copy = self._kept.get(p)
             if copy is None or (copy.shape, copy.dtype) != (h.shape, h.dtype):
                 copy = torch.empty_like(h)
-            kept[p] = copy
+            copies[p] = copy
             g = None if p.grad is None else binding.collectives.local(p.grad, p)
             put_scaled(copy, g, factor)
-        self._kept, self._is_full = kept, True
+        self._kept, self._is_full = copies, True
 
     def check_may_step(self) -> None:
         """Check that a step may take h, and the gradients that are there.

@@ -209,9 +209,9 @@ def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
 class ConstructorValues(NamedTuple):
     """The constructor's arguments, sorted by scope."""
 
-    whole: dict[str, Any]  # of the whole optimizer
-    inherited: dict[str, Any]  # of every group with a rule that has them
-    defaults: dict[str, Any]  # torch.optim's: of every group, for the rule's own type
+    whole: dict[str, Any]  # options of the whole optimizer
+    inherited: dict[str, Any]  # a group takes these if its rule has them
+    defaults: dict[str, Any]  # as torch.optim has them, for the constructor's rule
 
 
 def constructor_values(arguments: Mapping[str, Any]) -> ConstructorValues:
@@ -238,8 +238,8 @@ def constructor_values(arguments: Mapping[str, Any]) -> ConstructorValues:
         and (known[n].is_number or n in AUTHORS_STRUCTURE or value != known[n].default)
     }
     inherited["mars_type"] = row.name
-    of_rule = row.group_defaults(arguments.get("log_time"))
-    values = {**arguments, **of_rule, **inherited}
+    rule_defaults = row.group_defaults(arguments.get("log_time"))
+    values = {**arguments, **rule_defaults, **inherited}
     shared = {**OPTIMIZER, **FALLBACK_TABLE, **options_of(correction)}
     defaults = {
         n: values.get(n, line.default)

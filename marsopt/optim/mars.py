@@ -53,12 +53,12 @@ class Description(NamedTuple):
     """How an optimizer lies in memory."""
 
     binding: Binding
-    members: list[Member]  # of it: parameters that move
+    members: list[Member]  # the parameters that steps update
     # 0-D, on the device, which steps read and write where they are: how many steps were
     # skipped and, if there is one, the threshold of the global norm
     scalars: list[Tensor]
-    num_kept_bytes: int  # of the next batch's gradients, beside ``optimizer.state``
-    # of steps over the binding; None before the first
+    num_kept_bytes: int  # gradients of the next batch are not in ``state``
+    # The first step over a binding makes its runner.
     runner: Graphs | Kernels | None
 
 
@@ -281,19 +281,19 @@ class MARS(Optimizer):
             TypeError, ValueError: as the constructor; then nothing was added.
         """
         check_once(self.param_groups, param_group)
-        num_before, given = len(self.param_groups), None
+        num_before, before = len(self.param_groups), None
         try:
             if isinstance(param_group, dict):  # torch.optim refuses all else
-                given = dict(param_group)
+                before = dict(param_group)
                 complete_group(param_group, self._options, self.defaults)
             super().add_param_group(param_group)
             # the constructor binds all groups at once
             binding = None if self._binding is None else self._new_binding()
         except (TypeError, ValueError):
             del self.param_groups[num_before:]
-            if given is not None:
+            if before is not None:
                 param_group.clear()
-                param_group.update(given)
+                param_group.update(before)
             raise
         if binding is not None:
             binding.bind()
@@ -327,7 +327,7 @@ class MARS(Optimizer):
         if self._binding is not None:
             log.debug(NEW_BINDING)
         self._runner: Graphs | Kernels | None = None  # made by the first step over it
-        self._last = None  # of a step over the binding before
+        self._last = None  # its sums belong to the previous binding
         self._binding = binding  # last: after an exception above, all is done again
 
     def _make_runner(self) -> Graphs | Kernels:
@@ -711,8 +711,8 @@ class MARS(Optimizer):
         before = self.param_groups
         groups = zip(before, cast["param_groups"], strict=True)
         self.param_groups = [
-            {**old, **new}
-            | {key: old[key] for key in ("param_names",) if key in old}  # of ours
+            # names stay this optimizer's
+            {**old, **new, **{k: old[k] for k in ("param_names",) if k in old}}
             for old, new in groups
         ]
         self.state = under_loaded(self.state, cast["state"])
@@ -754,9 +754,9 @@ class MARS(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._next_grads.check_may_save()
         names = ("_options", "_order", "_compile", "_skipped", "_num_loads")
-        kept = {key: getattr(self, key) for key in names}
-        kept["_is_fresh"] = self._next_grads.is_fresh
-        return {**super().__getstate__(), **kept}
+        attributes = {key: getattr(self, key) for key in names}
+        attributes["_is_fresh"] = self._next_grads.is_fresh
+        return {**super().__getstate__(), **attributes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if (loading := self.__dict__.get("_loading")) is not None:

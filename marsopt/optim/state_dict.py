@@ -114,9 +114,9 @@ def under_loaded(
     state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
     for key, entry in loaded.items():
         if isinstance(key, Tensor):
-            kept = entry_of_mars(present.get(key, {}))
+            ours = entry_of_mars(present.get(key, {}))
             foreign = {k: v for k, v in entry.items() if not _is_of_mars(k)}
-            state[key] = {"step": torch.zeros((), device="cpu"), **kept, **foreign}
+            state[key] = {"step": torch.zeros((), device="cpu"), **ours, **foreign}
         else:
             state[key] = entry
     return state
@@ -150,9 +150,9 @@ def to_restore(
             continue  # ``under_loaded`` has restarted it
         fresh = _restarted(entry, present, label, free)
         num_fresh += len(fresh)
-        kept = {key: t for key, t in present.items() if key not in fresh}
-        num_restored += len(kept)
-        check_shapes(entry, kept, label, collectives)
+        restored = {key: t for key, t in present.items() if key not in fresh}
+        num_restored += len(restored)
+        check_shapes(entry, restored, label, collectives)
         pairs += [(t, entry.get(key, 0.0)) for key, t in present.items()]
     log.info(
         "marsopt: load_state_dict restored %d tensors, and restarted %d%s",

@@ -36,7 +36,7 @@ class LastStep(NamedTuple):
 
     groups: Sequence[BoundFormula]  # with the numbers of groups as they are now
     sums: Tensor  # of ``assess``, complete
-    ok: Sequence[Tensor]  # of each formula: which tensors have moved
+    ok: Sequence[Tensor]  # which tensors were updated, by formula
 
     def statistics(
         self, groups: Sequence[Mapping[str, Any]], max_norm: Number | None

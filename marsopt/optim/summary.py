@@ -29,9 +29,9 @@ def summary(
     parts = list(_parts(groups))
     rules = [part.rule for part in parts]
     is_corrected = any(named(rule).is_mars for rule in rules)
-    own_rule = options["inherited"]["mars_type"]
-    if named(own_rule).matrix_only:  # which may update nothing
-        rules = [own_rule, *rules]
+    main_rule = options["inherited"]["mars_type"]
+    if named(main_rule).matrix_only:  # which may update nothing
+        rules = [main_rule, *rules]
     rules = list(dict.fromkeys(rules))
     has_matrix_rule = any(named(rule).matrix_only for rule in rules)
     rules_of: dict[str, set[str]] = {}  # by the starred name
@@ -40,18 +40,18 @@ def summary(
             rules_of.setdefault(_starred(name), set()).add(part.rule)
     lines = []
     for rule in rules:
-        own = [part for part in parts if part.rule == rule]
-        names = [name for part in own for name in _matrices(part.trained)]
+        updated = [part for part in parts if part.rule == rule]
+        names = [name for part in updated for name in _matrices(part.trained)]
         stars = ((name, _starred(name)) for name in names)
         shown = dict.fromkeys(s if len(rules_of[s]) == 1 else n for n, s in stars)
         is_listed = names and has_matrix_rule and not named(rule).matrix_only
         listed = f" ({', '.join(shown)})" if is_listed else ""
-        rates = sorted({part.rate for part in own})
+        rates = sorted({part.rate for part in updated})
         lines.append(
             f"{rule}: {len(names)} matrices{listed}, "
-            f"{sum(sum(map(Tensor.numel, part.trained.values())) for part in own)} "
+            f"{sum(sum(map(Tensor.numel, part.trained.values())) for part in updated)} "
             "parameters"
-            + (f", lr {' and '.join(f'{r:.3g}' for r in rates)}" if own else "")
+            + (f", lr {' and '.join(f'{r:.3g}' for r in rates)}" if updated else "")
         )
     frozen = [p for g in groups for p in g["params"] if not p.requires_grad]
     num_frozen = sum(p.numel() for p in frozen)

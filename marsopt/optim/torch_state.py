@@ -91,7 +91,7 @@ class Leaf(NamedTuple):
     label: str  # in messages
     name: str | None
     group: int
-    values: Mapping[str, Any]  # of its group, for its kind of tensors
+    values: Mapping[str, Any]  # options of its group, for its kind of tensors
     algorithm: Algorithm
 
     @property
@@ -215,15 +215,15 @@ def leaves_of(
     for number, group in enumerate(groups):
         values = {kind: values_of(group, kind) for kind in (True, False)}
         algorithms = {
-            kind: named(of_kind["mars_type"]).algorithm({**options, **of_kind})
-            for kind, of_kind in values.items()
+            kind: named(numbers["mars_type"]).algorithm({**options, **numbers})
+            for kind, numbers in values.items()
         }
         names = [*group.get("param_names", ())]
         names += [None] * (len(group["params"]) - len(names))
         kinds = kinds_of(group)
         for name, kind, (p, label) in zip(names, kinds, labelled, strict=False):
-            of_kind = values[kind], algorithms[kind]
-            leaves.append(Leaf(p, label, name, number, *of_kind))
+            leaf = Leaf(p, label, name, number, values[kind], algorithms[kind])
+            leaves.append(leaf)
     return leaves
 
 
@@ -236,12 +236,12 @@ def _is_plain_adamw(
     """Return whether a state dict is torch.optim.AdamW's, over the same groups, for an
     AdamW without a correction: it is loaded with its hyperparameters.
     """
-    sizes, own = (
+    sizes, ours = (
         [len(g["params"]) for g in gs] for gs in (saved["param_groups"], groups)
     )
     formats = {leaf.format for leaf in leaves} | {r.format for r in records}
     corrects = any(leaf.algorithm.correction is not None for leaf in leaves)
-    return sizes == own and formats == {ADAMW} and not corrects
+    return sizes == ours and formats == {ADAMW} and not corrects
 
 
 def _by_name(
@@ -284,16 +284,16 @@ def _by_order(
     every = []
     for leaves in orders:
         ours = [leaf for f in (MUON, ADAMW) for leaf in leaves if leaf.format is f]
-        wanted, own = (
+        wanted, present = (
             [sum(each.format is f for each in side) for f in (MUON, ADAMW)]
             for side in (records, leaves)
         )
-        if wanted != own or len(ours) != len(leaves):
+        if wanted != present or len(ours) != len(leaves):
             raise ValueError(
                 f"got state of {wanted[0]} parameters with a momentum and {wanted[1]} "
-                f"of AdamW, expected {own[0]} and {own[1]} of {len(leaves)}: build "
-                "MARS over the same parameters, and let matrix rules and AdamW move "
-                "the same of them, or load only the model"
+                f"of AdamW, expected {present[0]} and {present[1]} of {len(leaves)}: "
+                "build MARS over the same parameters, and let matrix rules and AdamW "
+                "move the same of them, or load only the model"
             )
         every.append(list(zip(ours, theirs, strict=True)))
         if all(leaf.fits(record) for leaf, record in every[-1]):

@@ -89,18 +89,18 @@ class AdamW(Preconditioner):
 
     def scalars(self, t: Tensor, n: Numbers) -> tuple[Number, ...]:
         (beta1, beta2), log_time = n.betas, n.log_time
-        of_m, of_v = (beta1, t, log_time), (beta2, t, log_time)
-        root = (1 - product(*of_v)).sqrt()
+        first, second = (beta1, t, log_time), (beta2, t, log_time)
+        root = (1 - product(*second)).sqrt()
         eps = n.eps / root if self.epsilon_hat else n.eps
-        rate, decay = n.lr / (1 - product(*of_m)), 1 - n.lr * n.weight_decay
-        of_moments = at(*of_m), complement(*of_m), at(*of_v), complement(*of_v)
-        common = *of_moments, 1 / root, eps, decay
+        rate, decay = n.lr / (1 - product(*first)), 1 - n.lr * n.weight_decay
+        weights = at(*first), complement(*first), at(*second), complement(*second)
+        common = *weights, 1 / root, eps, decay
         if n.nesterov is False:
             return *common, rate
         if n.nesterov is True:
-            of_next = beta1, t + 1, log_time
-            rate_m = n.lr * at(*of_next) / (1 - product(*of_next))
-            return *common, rate_m, complement(*of_m) * rate
+            ahead = beta1, t + 1, log_time
+            rate_m = n.lr * at(*ahead) / (1 - product(*ahead))
+            return *common, rate_m, complement(*first) * rate
         w = n.nesterov
         return *common, (1 - w) * rate, w * n.lr
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 Number = float | Tensor
-Weight = bool | Number  # of the gradient beside its average
+Weight = bool | Number  # the gradient's weight in a Nesterov average
 
 PLAIN = (float, int, bool, str, type(None))
-LARGEST = 1e30  # of a hyperparameter: float32 ends at 3.4e38
+LARGEST = 1e30  # float32 ends at 3.4e38
 LARGEST_EPS = 1e15  # float32 holds its square, and the square of one over it
 MOST_ITERATIONS = 100  # in one graph, each written out
 

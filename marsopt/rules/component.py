@@ -122,8 +122,8 @@ def form_of(component: Any) -> Hashable:
     """
     if component is None or not is_built_in(component):
         return id(component)
-    of_structure = [f for f in fields(component) if not f.metadata.get("number")]
-    return type(component), *[getattr(component, f.name) for f in of_structure]
+    structural = [f for f in fields(component) if not f.metadata.get("number")]
+    return type(component), *[getattr(component, f.name) for f in structural]
 
 
 Per = Literal["matrix", "tensor"]
@@ -236,8 +236,8 @@ class Correction(ABC):
         # ||c||^2 expanded: neither c nor a second pass over g and h is needed
         cc = w[0] * w[0] * products[:, 0]
         if self.h_from is not None:
-            _, of_h = w
-            cc = cc + 2 * w[0] * of_h * products[:, 1] + of_h * of_h * products[:, 2]
+            _, w_h = w
+            cc = cc + 2 * w[0] * w_h * products[:, 1] + w_h * w_h * products[:, 2]
         if n.clip is None:
             return tuple(w), cc
         # clamped before the root: its derivative at 0 is infinite
@@ -475,8 +475,8 @@ class Average(Preconditioner):
         return False
 
     def scalars(self, t: Tensor, n: Numbers) -> tuple[Number, ...]:
-        of_m = n.momentum, t, n.log_time
-        return n.lr, 1 - n.lr * n.weight_decay, at(*of_m), complement(*of_m)
+        memory = n.momentum, t, n.log_time
+        return n.lr, 1 - n.lr * n.weight_decay, at(*memory), complement(*memory)
 
 
 def _is_switch(value: object) -> bool:

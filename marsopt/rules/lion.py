@@ -49,8 +49,9 @@ class Lion(Preconditioner):
 
     def scalars(self, t: Tensor, n: Numbers) -> tuple[Number, ...]:
         decay = 1 - n.lr * n.weight_decay
-        of_x, of_m = ((beta, t, n.log_time) for beta in n.betas)
-        return n.lr, decay, at(*of_x), complement(*of_x), at(*of_m), complement(*of_m)
+        first, second = ((beta, t, n.log_time) for beta in n.betas)
+        weights = at(*first), complement(*first), at(*second), complement(*second)
+        return n.lr, decay, *weights
 
     def update(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]

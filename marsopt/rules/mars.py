@@ -31,7 +31,7 @@ class Approximate(Correction):
 
     Example:
         >>> from marsopt.rules.component import Numbers
-        >>> marsopt.Approximate().coefficients(0.75, Numbers(gamma=0.25))  # of g and h
+        >>> marsopt.Approximate().coefficients(0.75, Numbers(gamma=0.25))  # g, h
         (1.75, -0.75)
     """
 

@@ -87,10 +87,10 @@ class NorMuon(MatrixAverage):
     averaged = "m", "r"
 
     def scalars(self, t: Tensor, n: Numbers) -> tuple[Number, ...]:
-        of_r = n.beta2, t, n.log_time
+        memory = n.beta2, t, n.log_time
         # 0 / (sqrt(0) + eps) is 0, with eps = 0 too
         eps = nonzero(n.eps)
-        return eps, at(*of_r), complement(*of_r), *super().scalars(t, n)
+        return eps, at(*memory), complement(*memory), *super().scalars(t, n)
 
     def update(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]
@@ -138,7 +138,7 @@ def _factors_of_rows(
     w = 1 / (root(r) + eps)
     before = squares.sum(-1, keepdim=True)  # ||o||^2
     after = (squares * w * w).sum(-1, keepdim=True)  # ||o'||^2
-    tiny = torch.finfo(after.dtype).tiny  # of a zero matrix
+    tiny = torch.finfo(after.dtype).tiny  # a zero matrix stays zero
     return w * root(before / after.clamp(min=tiny)), r
 
 

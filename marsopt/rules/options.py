@@ -20,7 +20,7 @@ import torch
 
 from marsopt.rules import checks
 
-Check = Callable[[str, Any], None]  # of a name and a value; raises ValueError
+Check = Callable[[str, Any], None]  # (name, value); raises ValueError
 
 
 def number(default: Any, check: Check, *, beta: int | None = None) -> Any:
@@ -52,7 +52,7 @@ def structure(
             type.
         name: its name for users; None = as the field.
         whole: whether it is one value for the whole optimizer; else every param group
-            may have its own.
+            may have another.
     """
     return field(default=default, metadata=dict(check=check, name=name, whole=whole))
 
@@ -157,8 +157,8 @@ def arguments(component: type, values: Mapping[str, Any]) -> dict[str, Any]:
     known = options_of(component)
     for f, nested in _fields(component):
         if nested is not None:
-            if of_nested := arguments(type(nested), values):
-                by_field[f.name] = replace(nested, **of_nested)
+            if nested_arguments := arguments(type(nested), values):
+                by_field[f.name] = replace(nested, **nested_arguments)
             continue
         line = known[_name(f)]
         if line.name in values:

@@ -68,14 +68,14 @@ class MatrixAverage(Average, MatrixPreconditioner):
         return self.ns
 
     def scalars(self, t: Tensor, n: Numbers) -> tuple[Number, ...]:
-        of_m = n.momentum, t, n.log_time
+        memory = n.momentum, t, n.log_time
         if n.nesterov is False:
             return super().scalars(t, n)
         if n.nesterov is True:
-            w = complement(*of_m)
+            w = complement(*memory)
             return *super().scalars(t, n), w, 1 - w
         w = n.nesterov
-        return *super().scalars(t, n), w, (1 - w) / (1 - product(*of_m))
+        return *super().scalars(t, n), w, (1 - w) / (1 - product(*memory))
 
     def update(
         self, x: Tensor, c: Tensor, buffers: Tensors, s: tuple[Tensor, ...]

@@ -159,16 +159,16 @@ class NamedRule:
             ValueError: an option is out of its range, or switches off the feature that
                 names this rule.
         """
-        given = arguments(self.preconditioner, values)
+        fields = arguments(self.preconditioner, values)
         for name, default in self.defaults.items():
-            if default is True and given.get(name) is False:
+            if default is True and fields.get(name) is False:
                 self._check_needed(name)
         correction = None
         if self.is_mars:
             kind = correction_named(values.get("correction", Approximate.name))
             correction = kind(**arguments(kind, values))
         return Algorithm(
-            preconditioner=self.preconditioner(**{**self.defaults, **given}),
+            preconditioner=self.preconditioner(**{**self.defaults, **fields}),
             correction=correction,
             name=self.name,
             **arguments(Algorithm, values),

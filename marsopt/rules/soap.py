@@ -188,8 +188,8 @@ class SOAP(MatrixPreconditioner):
         moves = (t > 1).to(t.dtype)  # not in the first step
         decay = 1 - moves * n.lr * n.weight_decay
         # m and v begin with the second gradient, the factors with the first
-        of_factors, t = complement(b, t, log_time), t - 1
-        of_m, of_v = (moves * complement(beta, t, log_time) for beta in n.betas)
+        weight_f, t = complement(b, t, log_time), t - 1
+        weight_m, weight_v = (moves * complement(beta, t, log_time) for beta in n.betas)
         t = t.clamp(min=1)
         debias = 1 / (1 - product(beta1, t, log_time))
         rate = moves * n.lr
@@ -199,7 +199,7 @@ class SOAP(MatrixPreconditioner):
                 rate = rate * debias
         # beside a first gradient m and v are zero
         eps = nonzero(n.eps) + (1 - moves)
-        common = rate, decay, moves, of_m, of_v, of_factors, eps
+        common = rate, decay, moves, weight_m, weight_v, weight_f, eps
         if n.nesterov is False:
             return common
         return *common, n.nesterov, (1 - n.nesterov) * debias
@@ -275,20 +275,20 @@ def _adam(
         s: ``SOAP.scalars``, 0-D or as factors of a batch (num, 1, 1).
         stage: of these matrices in this step.
     """
-    _, _, moves, of_m, of_v, of_factors, eps, *of_u = (x.to(g.dtype) for x in s)
+    _, _, moves, weight_m, weight_v, weight_f, eps, *w = (x.to(g.dtype) for x in s)
     m, v = kept.m.to(g.dtype), kept.v.to(g.dtype)
     bases = kept.row_basis, kept.col_basis
     new: dict[str, Tensor] = {}
     o = torch.zeros_like(g)
     if stage != FIRST:
         turned = _into(g, *bases)
-        m = torch.lerp(m, turned, of_m)
-        v = torch.lerp(v, turned * turned, of_v)
-        u = of_u[1] * m + of_u[0] * turned if of_u else m
+        m = torch.lerp(m, turned, weight_m)
+        v = torch.lerp(v, turned * turned, weight_v)
+        u = w[1] * m + w[0] * turned if w else m
         o = _back(u / (root(v) + eps), *bases)
         new |= dict(m=m, v=v)
     factors = [
-        torch.lerp(factor, gram, of_factors)
+        torch.lerp(factor, gram, weight_f)
         for factor, gram in zip(
             (kept.row_factor, kept.col_factor), _grams(g, kept), strict=True
         )
