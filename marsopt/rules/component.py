@@ -542,6 +542,7 @@ class Algorithm:
     # The numbers of a step in their order in a table, by name; a number of a pair has
     # its place there.
     columns: ClassVar[tuple[tuple[str, int | None], ...]]
+    has_noise: ClassVar[bool]  # whether a step rounds anything stochastically
     _numbers: ClassVar[dict[str, Any]]
     _switches: ClassVar[dict[str, bool | None]]
     _form: ClassVar[tuple[Hashable, ...]]
@@ -566,9 +567,9 @@ class Algorithm:
         options = (f.name for f in fields(self) if f.metadata.get("option", True))
         others = [getattr(self, name) for name in options]
         form = *map(form_of, components), *others, *columns, *switches.items()
-        vars(self).update(
-            columns=tuple(columns), _numbers=numbers, _switches=switches, _form=form
-        )
+        has_noise = self.stochastic_rounding or self.master_weight_bits == 24
+        vars(self).update(columns=tuple(columns), has_noise=has_noise)
+        vars(self).update(_numbers=numbers, _switches=switches, _form=form)
 
     def __str__(self) -> str:
         return self.name or type(self.preconditioner).__name__
@@ -688,11 +689,6 @@ class Algorithm:
         """
         is_state = buffer.dtype in ("state", "gradient")
         return self.stochastic_rounding and is_state and dtype == NARROW
-
-    @property
-    def has_noise(self) -> bool:
-        """Whether a step rounds anything stochastically."""
-        return self.stochastic_rounding or self.master_weight_bits == 24
 
     def num_norms(self, shape: torch.Size) -> int:
         """Return the number of norms of a tensor of this shape: 1, or its matrices if
