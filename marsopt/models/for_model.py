@@ -136,19 +136,18 @@ def rule_for(
     plan = _plan(model, mars_type, lr, options)
     known = all_options().keys() - {"lr_ratio"}
     check_names(plan.whole, known, "marsopt.rule_for")
-    arguments: dict[str, Any] = dict(is_approx=True, correction=None, lr=plan.lr)
-    values = constructor_values(arguments | {"mars_type": mars_type} | plan.whole)
-    whole: dict[str, Any] = {**values.whole, "inherited": values.inherited}
+    arguments = {"lr": plan.lr, "mars_type": mars_type, **plan.whole}
+    whole, defaults = constructor_values(arguments)
     check_taken([group["mars_type"] for group in plan.groups], whole["correction"])
     routes: dict[str, Route] = {}
     for group in plan.groups:
-        fill_defaults(group, whole, values.defaults)
+        fill_defaults(group, whole, defaults)
         all_names, group["params"] = zip(*group["params"], strict=True)
         kinds = kinds_of(group)
         for is_matrix in sorted({*kinds}, reverse=True):
             pairs = zip(all_names, kinds, strict=True)
             names = [name for name, kind in pairs if kind is is_matrix]
-            numbers = values.whole | values.defaults | values_of(group, is_matrix)
+            numbers = whole | defaults | values_of(group, is_matrix)
             algorithm = named(numbers["mars_type"]).algorithm(numbers)
             key = names[0] + (f" (+{len(names) - 1})" if len(names) > 1 else "")
             routes[key] = Route(algorithm, numbers["lr_ratio"], frozenset(names))

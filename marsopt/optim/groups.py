@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -206,27 +206,27 @@ def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     checks.at_least_zero("lr * lr_ratio", prod(rates))
 
 
-class ConstructorValues(NamedTuple):
-    """The constructor's arguments, sorted by scope."""
-
-    whole: dict[str, Any]  # options of the whole optimizer
-    inherited: dict[str, Any]  # a group takes these if its rule has them
-    defaults: dict[str, Any]  # as torch.optim has them, for the constructor's rule
-
-
-def constructor_values(arguments: Mapping[str, Any]) -> ConstructorValues:
+def constructor_values(
+    arguments: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Sort the constructor's arguments by scope; None means the rule's default.
 
     Args:
-        arguments: all hyperparameters among them, the defaults of the signature too.
+        arguments: options by name, the defaults of the signature among them.
+
+    Returns:
+        The options of the whole optimizer, with the correction by its name; among them
+        "inherited", the options that a group takes if its rule has them. And
+        torch.optim's defaults: the values of a group with the constructor's rule.
 
     Raises:
-        ValueError: an unknown rule or correction, or a hyperparameter that neither has.
+        ValueError: an unknown rule or correction, or an option that neither has.
     """
     known = all_options()
     arguments = {n: checks.plain(value) for n, value in arguments.items()}
     row = named(arguments["mars_type"])
-    correction = resolve(arguments["is_approx"], arguments["correction"])
+    is_approx = arguments.get("is_approx", True)
+    correction = resolve(is_approx, arguments.get("correction"))
     explicit = {n: value for n, value in arguments.items() if value is not None}
     check_options(row, correction, explicit)
     whole = {n: value for n, value in arguments.items() if known[n].is_whole}
@@ -246,8 +246,8 @@ def constructor_values(arguments: Mapping[str, Any]) -> ConstructorValues:
         for n, line in shared.items()
         if n in AUTHORS_STRUCTURE or (line.is_number and not line.is_whole)
     }
-    whole["correction"] = correction.name
-    return ConstructorValues(whole, inherited, defaults)
+    whole |= {"correction": correction.name, "inherited": inherited}
+    return whole, defaults
 
 
 def fill_defaults(

@@ -236,15 +236,9 @@ class MARS(Optimizer):
             state_dtype=state_dtype,
             **options,
         )
-        values = constructor_values(arguments)
-        whole = dict(
-            **values.whole,
-            inherited=values.inherited,
-            collectives=collectives,
-            compile=compile,
-            nonfinite=nonfinite,
-        )
-        self._options: dict[str, Any] = whole
+        whole, defaults = constructor_values(arguments)
+        whole |= dict(collectives=collectives, compile=compile, nonfinite=nonfinite)
+        self._options = whole
         self._order: list[int] = []  # the model's: these numbers, if it is known
         self._forget_bindings()
         self._loading: dict[str, Any] | None = None  # inside load_state_dict
@@ -258,7 +252,7 @@ class MARS(Optimizer):
             False
         ):  # else later steps could not write the tensors
             self._skipped = torch.zeros((), dtype=torch.int64, device="cpu")
-            super().__init__(params, values.defaults)
+            super().__init__(params, defaults)
             self._place()
             self._build()
         types = [group["mars_type"] for group in self.param_groups]

@@ -7,8 +7,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any, Protocol, runtime_checkable
 
@@ -263,8 +262,3 @@ def regular_expression(name: str, value: str) -> None:
             f"got the pattern {value!r} of {name} ({error}), expected a regular "
             "expression: correct it"
         ) from error
-
-
-def closest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is closest to a misspelt name, or None."""
-    return next(iter(get_close_matches(name, known, n=1)), None)

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from dataclasses import replace as with_fields
+from difflib import get_close_matches
 from typing import Any, Literal
 
 import torch
@@ -371,8 +372,8 @@ def named(mars_type: str, argument: str = "mars_type") -> NamedRule:
     """
     name = canonical(str(mars_type))
     if name not in REGISTRY:
-        close = checks.closest(name, REGISTRY)
-        meant = f"did you mean {close!r}?" if close else "choose one of these names"
+        close = get_close_matches(name, REGISTRY, 1)
+        meant = f"did you mean {close[0]!r}?" if close else "choose one of these names"
         if isinstance(mars_type, int | float | torch.Tensor):
             meant = f"pass lr={mars_type}"
         raise ValueError(
