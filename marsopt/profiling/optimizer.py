@@ -75,8 +75,8 @@ def _dtypes_of_matrices(member: Member, is_local: bool) -> list[torch.dtype]:
     algorithm, piece = member.algorithm, member.piece
     dtype = working_dtype(piece)  # of results from other ranks
     is_made = algorithm.makes_matrix or takes_batches(piece.device, is_local)
-    made = [algorithm.payload(piece.device, dtype)] if is_made else []
-    cost = algorithm.matrix_preconditioner.cost.on(piece.device.type)
+    cost = algorithm.cost_on(piece.device)
+    made = [cost.payload(dtype)] if is_made else []
     return [*made, cost.returned(dtype) if is_local else dtype]
 
 

@@ -701,11 +701,9 @@ class Algorithm:
             return 1
         return self.matrices.num_in(shape)
 
-    def payload(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which matrices of a working dtype come to their owners on
-        this kind of device.
-        """
-        return self.matrix_preconditioner.cost.on(device.type).payload(dtype)
+    def cost_on(self, device: torch.device) -> MatrixCost:
+        """Return the cost of the owners' work on this kind of device."""
+        return self.matrix_preconditioner.cost.on(device.type)
 
     @property
     def makes_matrix(self) -> bool:

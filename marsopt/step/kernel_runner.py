@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, lru_cache
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from marsopt.step.kernels import (
     SumsKernel,
     Tables,
     UpdateKernel,
+    build,
 )
 from marsopt.step.printer import print_sums, print_update
 from marsopt.step.step import (
@@ -34,6 +36,7 @@ from marsopt.step.step import (
     Operands,
     Result,
     Results,
+    applied,
     product_terms,
     updated,
 )
@@ -174,7 +177,11 @@ class Kernels:
 
     def __init__(self, groups: Sequence[Group], graphs: Graphs, say: Say) -> None:
         self._graphs, self._say = graphs, say
-        self._memories = {g: Memory(g) for g in groups if self._has_kernel(g)}
+        expected = {group: self.expected(group) for group in groups}
+        self._memories = {g: Memory(g) for g, kernels in expected.items() if kernels}
+        for group in islice(self._memories, 1):
+            if (device := group.leaves[0].x.device).type == "cuda":
+                build([*chain.from_iterable(expected.values())], device)
         self._grads: dict[Group, tuple[torch.dtype, Tensor]] = {}
         # the kernels that were launched stay with the runner, however many other
         # kernels the process has
@@ -182,27 +189,32 @@ class Kernels:
         # formulas that kernels compute
         self.printed = frozenset(group.algorithm for group in self._memories)
 
-    def _has_kernel(self, group: Group) -> bool:
-        """Return whether a kernel computes a group's update. A user's component may
-        read numbers that are in no key of a kernel.
+    def expected(self, group: Group) -> list[SumsKernel | UpdateKernel]:
+        """Return the kernels of a group's first step, if gradients are as parameters
+        and one process has all matrices; none if graphs update the group. A user's
+        component may read numbers that are in no key of a kernel.
         """
-        algorithm = group.algorithm
+        algorithm, device = group.algorithm, group.leaves[0].x.device
         if not algorithm.is_built_in:
-            return False
+            return []
         dtypes = {name: column[0].dtype for name, column in group.operands.items()}
-        dtypes["g"] = dtypes["x"]
-        if algorithm.matrix_only:
-            device = group.leaves[0].x.device
-            dtypes["o"] = algorithm.payload(device, group.inputs.dtype)
+        of_x, dtypes["g"] = {**dtypes}, dtypes["x"]
+        of_sums = {name: d for name, d in dtypes.items() if name in ("g", "h")}
+        kernels: list[SumsKernel | UpdateKernel] = []
         try:
-            update_kernel(updated, algorithm, in_order(dtypes))
+            if algorithm.matrix_only:
+                cost = algorithm.cost_on(device)
+                of_x["o"] = cost.returned(group.inputs.dtype)
+                kernels.append(update_kernel(applied, algorithm, in_order(of_x)))
+                dtypes["o"] = cost.payload(group.inputs.dtype)
+            kernels.append(update_kernel(updated, algorithm, in_order(dtypes)))
         except Unprintable as error:
             self._say(
                 logging.INFO,
                 f"graphs update the tensors of {algorithm}: no kernel has {error}",
             )
-            return False
-        return True
+            return []
+        return [*kernels, sums_kernel(in_order(of_sums))]
 
     @property
     def kernels(self) -> list[tuple[UpdateKernel | SumsKernel, Blocks]]:

@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -185,30 +186,47 @@ class AddressTable:
 
 # ---- launches ------------------------------------------------------------------------
 
+# dtypes of the kernels' arguments, but for "scalars"; Triton takes num_parts as it is
+ARGUMENTS: dict[str, Any] = {
+    **dict.fromkeys(("addresses", "grads", "matrices", "sizes", "bases"), torch.int64),
+    **dict.fromkeys(("parts", "blocks", "firsts"), torch.int32),
+    **dict.fromkeys(("partials", "totals"), torch.float64),
+    "moves": torch.bool,
+    "num_parts": 1,
+}
+
 
 class Kernel:
-    """A printed formula, compiled by Triton at its first launch.
+    """A printed formula, compiled by Triton at its first launch, or by ``build``.
 
     Args:
         printed: its source.
     """
 
     def __init__(self, printed: Printed) -> None:
-        self.printed = printed
-        self._module = load(printed.source)
+        self.printed, module = printed, load(printed.source)
+        names = [printed.name, *[f"{printed.name}_totals"][: printed.num_terms]]
+        self.functions = [getattr(module, name) for name in names]
+
+    def sizes(self, block: int) -> dict[str, int]:
+        """Return the constants of a launch over blocks of this size."""
+        wide, narrow = min(self.printed.wide, block), min(NARROW, block)
+        return dict(BLOCK=block, WIDE=wide, NARROW=narrow)
+
+    def compile(self, function: Any, device: torch.device) -> None:
+        """Compile one of the functions for a device, without a launch."""
+        sizes = self.sizes(BLOCK) | dict(CHUNK=CHUNK)
+        sizes = {name: sizes[name] for name in function.arg_names if name in sizes}
+        types = ARGUMENTS | {"scalars": self.printed.column_dtype}
+        args = [types[name] for name in function.arg_names if name not in sizes]
+        with device_guard(device):
+            function.warmup(*args, grid=(1,), **sizes, **OPTIONS)
 
     def _launch_blocks(self, parts: Blocks, *args: Tensor) -> None:
         """Launch a program for each block of ``parts``."""
-        printed = self.printed
-        self._launch(
-            getattr(self._module, printed.name),
-            parts.num_blocks,
-            *args,
-            parts.num_parts,
-            BLOCK=parts.block,
-            WIDE=min(printed.wide, parts.block),
-            NARROW=min(NARROW, parts.block),
-        )
+        sizes = self.sizes(parts.block)
+        function, num_parts = self.functions[0], parts.num_parts
+        self._launch(function, parts.num_blocks, *args, num_parts, **sizes)
 
     def _launch(
         self, function: Any, num: int, *args: Tensor | int, **sizes: int
@@ -259,13 +277,16 @@ class SumsKernel(Kernel):
         with device_guard(parts.device):
             places = parts.sizes, parts.parts, parts.blocks
             self._launch_blocks(parts, fixed, grads, *places, partials)
-            self._launch(
-                getattr(self._module, f"{printed.name}_totals"),
-                num_parts,
-                *(partials, parts.firsts, totals),
-                CHUNK=CHUNK,
-            )
+            args = partials, parts.firsts, totals
+            self._launch(self.functions[1], num_parts, *args, CHUNK=CHUNK)
         return totals
+
+
+def build(kernels: Sequence[Kernel], device: torch.device) -> None:
+    """Compile kernels in threads: Triton's compiler releases Python's lock."""
+    jobs = [(kernel, f) for kernel in kernels for f in kernel.functions]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda job: job[0].compile(job[1], device), jobs))
 
 
 def device_guard(device: torch.device) -> AbstractContextManager[Any]:

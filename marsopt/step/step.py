@@ -160,7 +160,9 @@ class MatrixLeaves(Leaves):
         """
         if not (self._is_batch or self.algorithm.makes_matrix):
             return None
-        return self.algorithm.payload(self.leaves[0].x.device, self.inputs.dtype)
+        return self.algorithm.cost_on(self.leaves[0].x.device).payload(
+            self.inputs.dtype
+        )
 
     @cached_property
     def _shape(self) -> torch.Size | None:
@@ -482,10 +484,12 @@ def _exchange(
     """
     decision = outcome.decision
     requests: list[Request] = []  # Dynamo traces this, but no list[Request]()
-    of_sets: list[Batch | list[Tensor | None]] = []
+    of_sets: list[tuple[MatrixLeaves, Batch | list[Tensor | None]]] = []
     for leaves in sets:
         number = leaves.number
         of_leaves = [grads[number][i] for i in leaves.places]
+        if not any(map(torch.is_tensor, of_leaves)):
+            continue
         operands: Operands = {**leaves.operands, "g": of_leaves}
         if runner.writes and leaves.output is not None:
             operands = {**operands, "o": leaves.outputs(of_leaves)}
@@ -499,17 +503,19 @@ def _exchange(
         if isinstance(made, Batch):
             matrices = made
         else:
-            pairs = zip(made, of_leaves, strict=True)
-            matrices = [None if g is None else matrix for matrix, g in pairs]
+            matrices = [
+                None if g is None else matrix
+                for matrix, g in zip(made, of_leaves, strict=True)
+            ]
         requests += _requests(leaves, matrices, decision, runner.writes)
-        of_sets.append(matrices)
+        of_sets.append((leaves, matrices))
     if not requests:
         return
     with named_range("marsopt: matrices"):
         outputs = iter(collectives.on_owners(requests))
     del requests, operands, results, made, matrices
-    for leaves in sets:
-        matrices = of_sets.pop(0)
+    while of_sets:
+        leaves, matrices = of_sets.pop(0)
         if isinstance(matrices, Batch):
             matrices = Batch(next(outputs).matrix, matrices.shapes)
         else:

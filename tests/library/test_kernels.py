@@ -39,12 +39,14 @@ from marsopt.step.kernel_runner import Kernels, update_kernel
 from marsopt.step.kernels import (
     AddressTable,
     Blocks,
+    Kernel,
     SumsKernel,
     Tables,
     UpdateKernel,
     available,
+    build,
 )
-from marsopt.step.printer import print_sums, print_update
+from marsopt.step.printer import OPTIONS, print_sums, print_update
 from marsopt.step.source import GIVEN
 from tests.library.test_memory import by_data, by_to
 
@@ -548,6 +550,32 @@ def test_interpreted_steps_wait_for_gradients_and_refuse_those_without_memory():
             optimizer.step()
     finally:
         dist.destroy_process_group()
+
+
+@interpreted
+@anything
+@pytest.mark.parametrize("name", ["mars-adamw", "moonlight"])
+def test_interpreted_kernels_are_compiled_for_their_launches(name, monkeypatch):
+    """Ahead of them, for the same types and constants, and none is left out."""
+    launched, compiled = [], []
+
+    def note(kernel, function, num, *args, **sizes):
+        types = [x.dtype if isinstance(x, torch.Tensor) else 1 for x in args]
+        launched.append((function, types, sizes))
+
+    def asked_of(function):
+        return lambda *types, grid, **options: compiled.append(
+            (function, [*types], {k: v for k, v in options.items() if k not in OPTIONS})
+        )
+
+    monkeypatch.setattr(Kernel, "_launch", note)
+    _, optimizer = trained(name, None, ns_dtype=BF16)
+    groups = optimizer.describe().binding.groups
+    expected = [k for g in groups for k in vars(optimizer)["_runner"].expected(g)]
+    for function in (f for kernel in expected for f in kernel.functions):
+        monkeypatch.setattr(function, "warmup", asked_of(function), raising=False)
+    build(expected, CPU)
+    assert all(launch in compiled for launch in launched)
 
 
 @interpreted
