@@ -1,5 +1,5 @@
 """Buffers of parameters as they start, for both doors, and checks of parameters that no
-rule can move.
+rule can update.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def entries_at_owner(
     return (*sizes,) * (num // len(sizes))
 
 
-# ---- parameters that no rule can move ------------------------------------------------
+# ---- parameters that no rule can update ----------------------------------------------
 
 
 def check_like(x: Tensor, g: Tensor, label: str) -> None:
@@ -113,7 +113,7 @@ def check_unflattened(x: Tensor, label: str) -> None:
 
 
 def check_overlap(labelled: Sequence[tuple[Tensor, str]]) -> None:
-    """Raise ValueError if two parameters share memory: each would move it.
+    """Raise ValueError if two parameters share memory: each would update it.
 
     Parameters that are not contiguous (columns of one matrix) are not checked.
     """
@@ -143,7 +143,7 @@ def check_parameter(
     stochastic_rounding: bool = False,
     master_weight_bits: int | None = None,
 ) -> None:
-    """Raise ValueError if no rule can move ``x``."""
+    """Raise ValueError if no rule can update ``x``."""
     check_unflattened(x, label)
     if not x.is_floating_point():
         raise ValueError(

@@ -18,7 +18,7 @@ from marsopt.rules.registry import RuleName, named, resolve
 
 
 def rule(name: RuleName, **options: Unpack[Options]) -> Rule:
-    """Return the rule of this name, which moves every tensor.
+    """Return the rule of this name, which updates every tensor.
 
         AdamW         "adamw", "nadamw", "mars-adamw"
         Lion          "lion"
@@ -30,7 +30,7 @@ def rule(name: RuleName, **options: Unpack[Options]) -> Rule:
     The options of a rule are the fields of its dataclass, on the left, and of
     ``Matrices``; a rule named "mars-..." also has the fields of its correction.
     ``print(marsopt.REGISTRY["mars-m"])`` lists the options of "mars-m" with their
-    defaults and descriptions. ``Orthogonal``, ``NorMuon`` and ``SOAP`` move matrices
+    defaults and descriptions. ``Orthogonal``, ``NorMuon`` and ``SOAP`` update matrices
     only; ``marsopt.mars`` gives the other tensors of a model to AdamW.
 
     Args:
@@ -61,16 +61,16 @@ def rule(name: RuleName, **options: Unpack[Options]) -> Rule:
     check_values(row.options, options)  # whether they are read or not
     correction = resolve(options.get("is_approx", True), options.get("correction"))
     if row.is_mars:
-        beside = {n: value for n, value in options.items() if n not in row.table}
-        check_options(row, correction, beside)
+        shared = {n: value for n, value in options.items() if n not in row.table}
+        check_options(row, correction, shared)
     values = row.log_time_defaults(options.get("log_time")) | {**options}
     values["correction"] = correction.name
     return Rule(matrix=row.algorithm(values), max_norm=options.get("max_norm"))
 
 
 def mars(*, mars_type: RuleName = "mars-adamw", **options: Unpack[Options]) -> Rule:
-    """Return the authors' routing as one rule: ``mars_type`` moves matrices, and AdamW
-    moves the other tensors. ``MARS`` takes the same options.
+    """Return the authors' routing as a rule: ``mars_type`` updates matrices, and AdamW
+    updates the other tensors. ``MARS`` takes the same options.
 
         OptimizerOptions
                        is_approx, correction, max_norm

@@ -117,7 +117,7 @@ class Rule:
 
         Raises:
             TypeError: ``params`` is no such container of tensors.
-            ValueError: a tensor that this rule cannot move (complex, sparse, narrower
+            ValueError: a tensor that this rule cannot update (complex, sparse, narrower
                 than 16 bits, or not a matrix for a matrix rule); ``collectives`` are
                 none.
             RuntimeError: names, their order, shapes or dtypes differ between the ranks

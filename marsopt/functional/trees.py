@@ -2,7 +2,7 @@
 stacks of leaves of equal shape.
 
 A GPT-2 of any depth has seven shapes: graphs over stacks do not grow with depth, norms
-per leaf are reductions over the trailing dims, and one kernel moves all leaves of a
+per leaf are reductions over the trailing dims, and one kernel updates all leaves of a
 shape.
 """
 
@@ -91,7 +91,7 @@ class FlatGroup(Mapping[str, Tensor]):
         Raises:
             TypeError: no sequence or mapping of tensors.
             ValueError: no tensors, tensors on several devices, a DTensor, or a tensor
-                that no rule can move.
+                that no rule can update.
         """
         leaves, called = flatten(params, "params"), names(params)
         if not leaves:

@@ -184,7 +184,7 @@ def _plan(
         raise ValueError(
             f"got a model without a hidden matrix for {rule!r}, expected one at least: "
             'pass mars_type="adamw", or groups of your own to MARS, if AdamW is to '
-            "move all of it"
+            "update all of it"
         )
     return _Plan(groups, rate, {"max_norm": 1.0} | whole)
 
@@ -226,7 +226,7 @@ def _by_size(model: nn.Module, rule: str) -> float:
 def _collectives_of(model: nn.Module) -> Collectives:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return LOCAL
-    # by name, when it is needed: the mesh stands on this package
+    # imported when it is needed, for it imports this package
     parallel: Any = import_module("marsopt.parallel")
     collectives: Collectives = parallel.collectives_of(model)
     return collectives

@@ -1,4 +1,4 @@
-"""The roles that names of parameters tell: one table, with the libraries that use each
+"""The roles that names of parameters give: one table, with the libraries that use each
 name.
 """
 
@@ -21,7 +21,7 @@ Role = Literal[
     "other",
 ]
 
-# Modules with these names are heads wherever they stand, also inside a numbered block.
+# Modules with these names are heads anywhere, also inside a numbered block.
 HEADS = {
     r"lm_head": "transformers, nanoGPT",
     r"lm_head\.decoder": "transformers' RoBERTa",
@@ -57,7 +57,7 @@ LIKE_HEADS = {
 _HEAD = rf"(^|\.)({'|'.join(HEADS)})\.weight$"
 _LIKE_HEAD = rf"^((?!\d+\.)[^.]+\.)*({'|'.join(LIKE_HEADS)})\.weight$"
 
-# Roles that a name tells, whatever the module is, in this order: as torchtitan,
+# Roles that a name gives, whatever the module is, in this order: as torchtitan,
 # transformers, timm and nanoGPT name them. They are searched in plain names, and hold
 # with wrappers too, so that torchtitan's groups can use them.
 NAMES: dict[Role, str] = {
@@ -96,6 +96,6 @@ HIDDEN: tuple[Role, ...] = ("matrix", "experts", "convolution", "adapter")
 
 
 def by_name(name: str) -> Role | None:
-    """Return the role that a parameter's name tells, if it does."""
+    """Return the role that a parameter's name gives, if it does."""
     plain = plain_name(name)
     return next((r for r, pattern in NAMES.items() if re.search(pattern, plain)), None)

@@ -1,4 +1,4 @@
-"""Param groups of a whole model: which rule moves each parameter, with its numbers."""
+"""Param groups of a whole model: a rule for each parameter, with its numbers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def param_groups(
         groups = marsopt.param_groups(model, "moonlight", lr=6e-3)
         optimizer = MARS(groups, max_norm=1.0)
 
-    A hidden matrix is the weight of a layer. Modules and names tell everything else:
+    A hidden matrix is the weight of a layer. Modules and names give the other roles:
     embeddings (tied output heads among them), routers of experts, output heads; and
     vectors: norms, biases and scales, also of two dims, and a model's own parameters of
     two dims that are no "weight". Heads are layers that the model declares
@@ -86,14 +86,14 @@ def param_groups(
             off, or 0.2 with ``log_time``.
         log_time: of all groups, as in ``MARS``.
         experts: give weights of experts, (num_experts, rows, cols), to the rule as
-            batches of matrices; False: they are moved as vectors are. torchtitan's
+            batches of matrices; False: they are updated as vectors are. torchtitan's
             fused w13 always is: no two of its dims are a matrix.
         convolutions: give kernels (out, in, *kernel) to the rule as matrices of out
-            rows; False: they are moved as vectors are, which is how the authors' code
-            has it. "adamw", "nadamw" and "lion" move experts and kernels as they do
+            rows; False: they are updated as vectors are, which is how the authors' code
+            has it. "adamw", "nadamw" and "lion" update experts and kernels as they do
             matrices, whatever is said here.
         adapters: "matrix": LoRA's A and B are matrices of the rule; "adamw": they are
-            moved as vectors are.
+            updated as vectors are.
         splits: the parts of fused weights, each a matrix for the rule: by patterns of
             names (``re.search``, the first match counts) a number of equal parts or the
             rows of each part, as {"qkv": (4096, 1024, 1024), "gate_up": 2}; None: the
@@ -129,7 +129,7 @@ def param_groups(
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"got {type(model).__name__}, expected a torch.nn.Module: pass the model "
-            "itself, whose modules tell the roles of its parameters"
+            "itself, whose modules give the roles of its parameters"
         )
     row = named(mars_type)
     checks.at_least_zero("lr", lr)

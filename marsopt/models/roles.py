@@ -89,12 +89,12 @@ def _role(uses: Sequence[Place], all_names: set[str], heads: set[int]) -> Role:
 
 
 def _routes(name: str, plain_names: set[str]) -> bool:
-    """Whether a weight named like a router stands beside experts: ``gate`` is also a
+    """Whether a weight named like a router has experts in its block: ``gate`` is also a
     name of the first matrix of a gated MLP.
     """
     block = name.removesuffix("gate.weight")
-    beside = (n.removeprefix(block) for n in plain_names if n.startswith(block))
-    return "router" in name or any("expert" in other for other in beside)
+    others = (n.removeprefix(block) for n in plain_names if n.startswith(block))
+    return "router" in name or any("expert" in other for other in others)
 
 
 def _is_of_experts(place: Place) -> bool:

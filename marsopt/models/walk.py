@@ -68,7 +68,7 @@ def ignored_by_ddp(model: nn.Module) -> set[int]:
 
 
 def stores_inputs_first(place: Place) -> bool:
-    """Return whether a weight is known to lie (in, out), as the experts' (num, in,
+    """Return whether a weight is known to be stored (in, out), or experts' (num, in,
     out): torch's ConvTranspose; transformers' Conv1D, its experts of GPT-OSS and Aria,
     and of Llama 4; and any module, if its two sizes say so.
     """

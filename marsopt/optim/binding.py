@@ -22,7 +22,7 @@ from marsopt.functional.buffers import (
     start_at_owner,
     start_beside,
 )
-from marsopt.optim.groups import check_group, kinds_of, labels, moves
+from marsopt.optim.groups import check_group, kinds_of, labels, takes_part
 from marsopt.optim.loading import as_tensor
 from marsopt.optim.numbers import Row, Table
 from marsopt.optim.state_dict import STAGE_COUNT, State
@@ -143,7 +143,7 @@ class Binding:
             check_group(group, options)
             rows: dict[bool, Row] = {}
             for p, kind in zip(group["params"], kinds_of(group), strict=True):
-                if not moves(p, state):
+                if not takes_part(p, state):
                     continue
                 if kind not in rows:
                     rows[kind] = Row(group, kind, options)
@@ -334,8 +334,8 @@ class Binding:
         parameters without a formula take part in steps.
         """
         nums = map(len, map(PARAMS, groups))
-        is_moved = map(partial(moves, state=self._state), self._idle)
-        return list(map(id, groups)), list(nums), list(is_moved)
+        is_trained = map(partial(takes_part, state=self._state), self._idle)
+        return list(map(id, groups)), list(nums), list(is_trained)
 
     def _tensors(self) -> Iterator[Any]:
         """Return all that the state holds for the formulas."""

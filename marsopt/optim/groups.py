@@ -56,7 +56,7 @@ def labels(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, str]]:
     ]
 
 
-def moves(p: Tensor, state: State) -> bool:
+def takes_part(p: Tensor, state: State) -> bool:
     """Return whether a parameter takes part in steps: a frozen parameter, whatever it
     is, asks for no rule and no state before its first gradient.
     """
@@ -70,7 +70,7 @@ def device_of(groups: Sequence[Mapping[str, Any]], state: State) -> torch.device
     for group in groups:
         check_params(group)
     params = (p for group in groups for p in group["params"])
-    return next((p.device for p in params if moves(p, state)), None)
+    return next((p.device for p in params if takes_part(p, state)), None)
 
 
 def configuration(
@@ -348,14 +348,14 @@ def check_parameters(
         The device of those.
 
     Raises:
-        ValueError: a tensor that no rule can move, the rows of a matrix do not divide,
-            or two share memory.
+        ValueError: a tensor that no rule can update, the rows of a matrix do not
+            divide, or two share memory.
     """
     device, pieces = device_of(groups, state), {}  # by parameter: a group may repeat
     for number, group in enumerate(groups):
         matrices = Matrices(**arguments(Matrices, group))
         for i, p in enumerate(group["params"]):
-            if moves(p, state):
+            if takes_part(p, state):
                 what = label(groups, number, i)
                 matrices.check(p.shape, what)
                 pieces[p] = _movable(p, what, device, options), what
@@ -386,7 +386,7 @@ def _check_whole(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
 def _movable(
     p: Tensor, what: str, device: torch.device | None, options: Mapping[str, Any]
 ) -> Tensor:
-    """Return this process's piece of a parameter that a rule can move.
+    """Return this process's piece of a parameter that a rule can update.
 
     Raises:
         ValueError: none can.

@@ -18,7 +18,7 @@ SOURCE = "marsopt_source"
 
 
 def as_tensor(value: Any) -> Tensor:
-    """Return a value of a state dict as a tensor: a number lies on the CPU."""
+    """Return a value of a state dict as a tensor: a number on the CPU."""
     if isinstance(value, Tensor):
         return value
     return torch.as_tensor(value, device="cpu")

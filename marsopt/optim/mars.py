@@ -50,7 +50,7 @@ NEW_BINDING = "marsopt: a new binding, since groups, parameters or state changed
 
 
 class Description(NamedTuple):
-    """How an optimizer lies in memory."""
+    """The memory of an optimizer."""
 
     binding: Binding
     members: list[Member]  # the parameters that steps update
@@ -157,7 +157,7 @@ class MARS(Optimizer):
 
     Raises:
         TypeError, ValueError: arguments out of their range, tensors that no rule can
-            move.
+            update.
         RuntimeError: ``compile=True`` where nothing can compile. Of a step that a CUDA
             graph captures: a hyperparameter that is a tensor on the CPU, or gradients
             that are missing as in no step before.
@@ -298,7 +298,7 @@ class MARS(Optimizer):
         self._binding: Binding | None = None
 
     def _place(self) -> None:
-        """Choose the device and whether to compile. An optimizer that moves nothing
+        """Choose the device and whether to compile. An optimizer that updates nothing
         (ZeRO on some ranks, a model that is frozen) uses the CPU until it does.
         """
         device = device_of(self.param_groups, self.state)
@@ -346,7 +346,7 @@ class MARS(Optimizer):
         device = device_of(self.param_groups, self.state)
         stays = device in (None, self._skipped.device)
         if self._binding is not None and not (self._binding.params and stays):
-            self._place()  # the first that moves, or all were moved
+            self._place()  # a first parameter is trained, or all are elsewhere
         return Binding(
             self.param_groups,
             self.state,

@@ -132,7 +132,7 @@ def to_restore(
     their own dtype: torch.optim's own loading casts to the parameter's, which would
     round float32 state of bf16 parameters. A value that is the tensor is left out.
 
-    A parameter without an entry in ``saved`` restarts as a whole: it has not moved yet.
+    A parameter without an entry in ``saved`` restarts as a whole: it has had no step.
     One line in the log (INFO) says how many tensors restart.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which rule moves how much of a model, in lines."""
+"""Which rule updates how much of a model, in lines."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Format:
     Args:
         writer: the optimizer's name.
         group: keys of its param groups.
-        state: keys of a parameter that has moved: our symbols.
+        state: keys of a parameter that has had a step: our symbols.
     """
 
     writer: str
@@ -79,7 +79,7 @@ class Record(NamedTuple):
 
     @property
     def shape(self) -> torch.Size | None:
-        """The shape of the parameter, if it has moved."""
+        """The shape of the parameter, if it has had a step."""
         moments = (value for key, value in self.entry.items() if key != "step")
         return next((m.shape for m in moments if isinstance(m, Tensor)), None)
 
@@ -205,7 +205,7 @@ def _records(saved: Any) -> Iterator[Record]:
 def leaves_of(
     groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
 ) -> list[Leaf]:
-    """Return all parameters with the algorithms that move them.
+    """Return all parameters with the algorithms that update them.
 
     Args:
         groups: the optimizer's param groups.
@@ -267,7 +267,7 @@ def _by_name(
         if leaf.format is not record.format:
             raise ValueError(
                 f"got state of {record.format.writer} for {leaf.label}, which "
-                f"{str(leaf.algorithm)!r} moves here, expected a rule with the same "
+                f"{str(leaf.algorithm)!r} updates here, expected a rule with the same "
                 "moments: give MARS a param group of such a rule for it, or load only "
                 "the model"
             )
@@ -293,7 +293,7 @@ def _by_order(
                 f"got state of {wanted[0]} parameters with a momentum and {wanted[1]} "
                 f"of AdamW, expected {present[0]} and {present[1]} of {len(leaves)}: "
                 "build MARS over the same parameters, and let matrix rules and AdamW "
-                "move the same of them, or load only the model"
+                "update the same of them, or load only the model"
             )
         every.append(list(zip(ours, theirs, strict=True)))
         if all(leaf.fits(record) for leaf, record in every[-1]):

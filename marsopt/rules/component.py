@@ -376,7 +376,7 @@ class MatrixCost(Protocol):
 class MatrixPreconditioner(Preconditioner):
     """A preconditioner that needs whole matrices: the collectives bring the result of
     ``update`` to the owners, ``at_owner`` turns it into a direction, and ``apply``
-    moves x along it.
+    updates x along it.
     """
 
     matrix_only = True

@@ -174,7 +174,7 @@ def check_fields(component: Any) -> None:
     """Check the fields of a dataclass's instance, and write them as Python does.
 
     Raises:
-        ValueError: one is out of its range.
+        ValueError: a value is out of its range.
     """
     kind: type = type(component)
     known = options_of(kind)
@@ -191,7 +191,7 @@ def check_values(known: Table, values: Mapping[str, Any]) -> None:
     """Check the ``values`` that a table names.
 
     Raises:
-        ValueError: one is out of its range.
+        ValueError: a value is out of its range.
     """
     for name, value in values.items():
         if (line := known.get(name)) is None:
@@ -204,7 +204,7 @@ def check_names(names: Iterable[str], known: Collection[str], what: str) -> None
     """Check that all ``names`` that are given to ``what`` are known.
 
     Raises:
-        TypeError: one is not.
+        TypeError: a name is unknown.
     """
     unknown = sorted(name for name in names if name not in known)
     if not unknown:

@@ -45,7 +45,7 @@ FALLBACKS: dict[Fallback, dict[str, Any]] = {
 }
 # The rule's numbers that the fallback takes if its own is None.
 FOLLOWED = {name: name.removesuffix("_1d") for name in FALLBACKS["itself"]}
-# The hyperparameters of the AdamW beside a rule that have a name of their own.
+# Options of tensors that are not matrices, and the options that they replace.
 BESIDE = {**FOLLOWED, "nesterov_1d": "nesterov"}
 # The keys of groups for the AdamW beside a rule; their ``nesterov`` is the rule's.
 FALLBACK_TABLE = {n: line for n, line in options_of(AdamW).items() if n != "nesterov"}
@@ -85,7 +85,7 @@ class NamedRule:
 
     @property
     def matrix_only(self) -> bool:
-        """Whether it moves only matrices."""
+        """Whether it updates only matrices."""
         return self.preconditioner.matrix_only
 
     @property
