@@ -36,6 +36,7 @@ from marsopt import MARS
 from marsopt.optim.binding import Binding
 from marsopt.optim.state_dict import State
 from marsopt.profiling.optimizer import floor_of, printed_kernels
+from marsopt.rules.formats import span_of
 from marsopt.rules.registry import REGISTRY
 from marsopt.step.graphs import Graphs
 from marsopt.step.kernel_runner import Kernels
@@ -57,6 +58,7 @@ DTYPES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {  # of parameters; opti
     "float64": (torch.float64, {}),
     # the most operands
     "amsgrad": (torch.float64, dict(amsgrad=True, cautious_weight_decay=True)),
+    "coded": (torch.float32, dict(state_dtype=torch.int8)),
     "rounded": (torch.float32, dict(state_dtype=BF16, stochastic_rounding=True)),
     "master32": (BF16, dict(master_weight_bits=32)),
     "master24": (BF16, dict(master_weight_bits=24)),
@@ -207,8 +209,18 @@ def binary(launch: Launch, capability: int) -> dict[str, Any]:
     wide = ACCESS.findall(kernel.asm["ptx"])
     threads = WARP * OPTIONS["num_warps"]
     step = sizes.get("WIDE", 0) // threads  # elements of a thread; 0: totals
-    loads, stores = printed.bytes_read * step, printed.bytes_written * step
-    narrow = loads // WIDEST - wide.count("ld"), stores // WIDEST - wide.count("st")
+
+    def num_wide(names: Sequence[str]) -> int:
+        """Return the widest accesses of these operands: a thread has 8 bytes of codes
+        in a short step, and less of scales.
+        """
+        sizes = [printed.operands[n].itemsize * step // span_of(n) for n in names]
+        return sum(size // WIDEST for size in sizes)
+
+    narrow = (
+        num_wide(printed.reads) - wide.count("ld"),
+        num_wide(printed.writes) - wide.count("st"),
+    )
     return dict(
         name=f"{launch.name} for sm_{capability}",
         registers=int(used["REG"]),

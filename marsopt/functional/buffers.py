@@ -11,15 +11,24 @@ import torch
 from torch import Tensor
 
 from marsopt.rules.component import Algorithm, Buffer, owned_parts, owned_shapes
+from marsopt.rules.formats import CODED
 from marsopt.rules.numerics import NARROW, default_state_dtype
 from marsopt.step.owners import Collectives, MatrixParam
 
 
 def start_beside(algorithm: Algorithm, buffer: Buffer, x: Tensor) -> Tensor:
-    """Return a buffer at home in shards as it starts beside ``x``, in the form of
-    ``x``: its strides, and a DTensor's placement.
+    """Return a buffer at home in shards as it starts beside a piece ``x``: with its
+    strides, if it has its shape.
     """
-    return torch.zeros_like(x, dtype=algorithm.dtype_of(buffer, x))
+    dtype, shape = algorithm.dtype_of(buffer, x), buffer_shape(algorithm, buffer, x)
+    if shape != x.shape:
+        return x.new_zeros(shape, dtype=dtype)
+    return torch.zeros_like(x, dtype=dtype)
+
+
+def buffer_shape(algorithm: Algorithm, buffer: Buffer, x: Tensor) -> torch.Size:
+    """Return the shape of a buffer at home in shards, beside ``x`` or a piece."""
+    return buffer.shape(x.shape, algorithm.matrices)
 
 
 def owned_leaves(algorithm: Algorithm, params: Sequence[Tensor]) -> list[MatrixParam]:
@@ -168,10 +177,11 @@ def check_parameter(
         )
     buffer_dtype = state_dtype or default_state_dtype(x.dtype, master_weight_bits)
     may_be_narrow = stochastic_rounding and buffer_dtype == NARROW
+    may_be_narrow = may_be_narrow or buffer_dtype == CODED
     if torch.promote_types(buffer_dtype, x.dtype) != buffer_dtype and not may_be_narrow:
         raise ValueError(
             f"got state_dtype={state_dtype} for {label} of {x.dtype}, expected nothing "
             "narrower than the parameter, where small steps would be rounded away: "
-            "leave it out, narrow only h (h_dtype), or pass torch.bfloat16 with "
-            "stochastic_rounding=True"
+            "leave it out, narrow only h (h_dtype), or pass torch.int8, or "
+            "torch.bfloat16 with stochastic_rounding=True"
         )

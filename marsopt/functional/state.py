@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from marsopt.functional.buffers import (
+    buffer_shape,
     check_like,
     check_parameter,
     owned_starts,
@@ -25,8 +26,8 @@ from marsopt.functional.trees import (
     subtree,
 )
 from marsopt.rules.checks import Number
-from marsopt.rules.component import Algorithm, Buffer
-from marsopt.rules.formats import LOW_BITS
+from marsopt.rules.component import Algorithm
+from marsopt.rules.formats import CODED, LOW_BITS, SCALE_DTYPE, check_piece
 from marsopt.rules.numerics import scalar_dtype, working_dtype
 from marsopt.step.decide import Decision, Inputs
 from marsopt.step.leaf import index_of, leaf_of
@@ -83,6 +84,8 @@ class Leaves:
         self.is_packed = isinstance(params, FlatGroup)
         # of one whole parameter each
         self.shapes = [x.shape[1:] if self.is_packed else x.shape for x in self.tensors]
+        pairs = zip(self.tensors, self.shapes, strict=True)
+        self.algorithms = [algorithm.of_tensor(*pair) for pair in pairs]
 
     def matching(self, tree: Tree, label: str) -> list[Tensor]:
         """Return the pieces of the leaves of these names of a tree like the
@@ -112,12 +115,17 @@ class Leaves:
             return list(map(local, tensors))
         return [local(tensor, x) for tensor, x in zip(tensors, like, strict=True)]
 
-    def whole(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """Return pieces as tensors that lie as the leaves do: inverse of ``pieces``."""
+    def whole(self, pieces: Sequence[Tensor], name: str) -> list[Tensor]:
+        """Return the pieces of x, or of the buffer of this name, as tensors that lie as
+        the leaves do: inverse of ``pieces``.
+        """
         if self.is_packed:
             return list(pieces)
-        pairs = zip(pieces, self.tensors, strict=True)
-        return [self.collectives.wrap(piece, x) for piece, x in pairs]
+        has = [name == "x" or name in own.buffers for own in self.algorithms]
+        return [
+            self.collectives.wrap(piece, x) if is_held else piece
+            for piece, x, is_held in zip(pieces, self.tensors, has, strict=True)
+        ]
 
     def rows(self, leaf: Tensor) -> list[Tensor]:
         """Return the part of each parameter in a leaf, or in an owner's buffer."""
@@ -136,8 +144,11 @@ def new_state(leaves: Leaves) -> State:
     """
     algorithm = leaves.algorithm
     matrices, dtype = algorithm.matrices, algorithm.state_dtype
-    for name, x, shape in zip(leaves.names, leaves.tensors, leaves.shapes, strict=True):
-        label = f"params[{name!r}]"
+    pieces = leaves.pieces(leaves.tensors)
+    for i, (name, x) in enumerate(zip(leaves.names, leaves.tensors, strict=True)):
+        label, shape = f"params[{name!r}]", leaves.shapes[i]
+        if leaves.algorithms[i].state_dtype == CODED:
+            check_piece(pieces[i], label)
         options = algorithm.stochastic_rounding, algorithm.master_weight_bits
         check_parameter(x, label, dtype, *options)
         if algorithm.matrix_only and not matrices.takes(shape):
@@ -149,22 +160,33 @@ def new_state(leaves: Leaves) -> State:
         matrices.check(shape, label)
     # separate storage for every buffer: a shared one costs torch.compile a graph
     buffers = {
-        symbol: rebuild(leaves.tree, _starts(leaves, buffer))
-        for symbol, buffer in algorithm.kept.items()
+        symbol: rebuild(leaves.tree, _starts(leaves, symbol))
+        for symbol in algorithm.kept
     }
     zero = torch.zeros((), dtype=torch.float32, device=leaves.tensors[0].device)
     return State(zero, zero.clone(), buffers)
 
 
-def _starts(leaves: Leaves, buffer: Buffer) -> list[Tensor]:
-    """Return a buffer before the first step, for each leaf."""
+def _starts(leaves: Leaves, symbol: str) -> list[Tensor]:
+    """Return a buffer before the first step, for each leaf; scales of a leaf without
+    codes have no element.
+    """
     algorithm = leaves.algorithm
+    buffer = algorithm.buffers[symbol]
     if buffer.home == "owner":
         by_leaf = [leaves.rows(x) for x in leaves.tensors]
         params = [p for rows in by_leaf for p in rows]
-        starts = iter(owned_starts(algorithm, buffer, params, leaves.collectives))
-        return [leaves.joined([next(starts) for _ in rows]) for rows in by_leaf]
-    return [start_beside(algorithm, buffer, x) for x in leaves.tensors]
+        owned = iter(owned_starts(algorithm, buffer, params, leaves.collectives))
+        return [leaves.joined([next(owned) for _ in rows]) for rows in by_leaf]
+    starts = [
+        start_beside(own, buffer, piece)
+        if symbol in own.buffers
+        else piece.new_zeros(0, dtype=SCALE_DTYPE)
+        for own, piece in zip(
+            leaves.algorithms, leaves.pieces(leaves.tensors), strict=True
+        )
+    ]
+    return leaves.whole(starts, symbol)
 
 
 def held(leaves: Leaves, symbol: str, state: State) -> list[Tensor]:
@@ -185,13 +207,15 @@ def held(leaves: Leaves, symbol: str, state: State) -> list[Tensor]:
     check_matching(leaves.tree, tree, label)
     algorithm, tensors = leaves.algorithm, [tree[name] for name in leaves.names]
     buffer = algorithm.buffers[symbol]
-    for name, x, tensor in zip(leaves.names, leaves.tensors, tensors, strict=True):
+    for i, (name, tensor) in enumerate(zip(leaves.names, tensors, strict=True)):
         if buffer.home == "owner":
             break  # how many matrices have their owner here, their owner knows
-        if tensor.shape != x.shape:
+        own, x = leaves.algorithms[i], leaves.tensors[i]
+        shape = buffer_shape(own, buffer, x)
+        if symbol in own.buffers and tensor.shape != shape:
             raise ValueError(
                 f"got {label}[{name!r}] of shape {tuple(tensor.shape)}, expected "
-                f"{tuple(x.shape)}: make the state by init on them"
+                f"{tuple(shape)}: make the state by init on them"
             )
         dtype = algorithm.dtype_of(buffer, x)
         if symbol == LOW_BITS and tensor.dtype != dtype:
@@ -199,7 +223,8 @@ def held(leaves: Leaves, symbol: str, state: State) -> list[Tensor]:
                 f"got {label}[{name!r}] of {tensor.dtype}, expected {dtype}: make the "
                 "state by init of a rule with this master_weight_bits"
             )
-    dtypes = [algorithm.dtype_of(buffer, x) for x in leaves.tensors]
+    pairs = zip(leaves.algorithms, leaves.tensors, strict=True)
+    dtypes = [own.dtype_of(buffer, x) for own, x in pairs]
     return [
         tensor.to(torch.promote_types(tensor.dtype, dtype))
         for tensor, dtype in zip(tensors, dtypes, strict=True)
@@ -223,7 +248,8 @@ def bind(
     gamma: Number | None,
     count: int,
 ) -> list[Bound]:
-    """Return the leaves as groups of a step, a group for each working dtype.
+    """Return the leaves as groups of a step, a group for each working dtype; leaves
+    with codes are a group of their own.
 
     Args:
         leaves: of one algorithm.
@@ -241,30 +267,32 @@ def bind(
     if reference is not None and algorithm.h_from is not None:
         buffers["h"] = leaves.matching(reference, "reference")
     g = leaves.matching(grads, "grads")
-    of_dtypes: dict[torch.dtype, list[int]] = {}
+    of_kinds: dict[tuple[Algorithm, torch.dtype], list[int]] = {}
     step_leaves = []
     for i, (x, leaf) in enumerate(zip(leaves.pieces(tensors), tensors, strict=True)):
-        of_dtypes.setdefault(working_dtype(x), []).append(i)
+        own = leaves.algorithms[i]
+        of_kinds.setdefault((own, working_dtype(x)), []).append(i)
         params, piece = leaves.rows(leaf), leaves.rows(x)[0]
-        bare, parts = leaf_of(
-            algorithm, leaves.shapes[i], piece, params, leaves.collectives
-        )
-        shape = len(bare.norms), parts.size
+        bare, parts = leaf_of(own, leaves.shapes[i], piece, params, leaves.collectives)
+        num = len(bare.norms)
+        of_leaf = {k: pieces[i] for k, pieces in buffers.items() if k in own.buffers}
         step_leaves.append(
             bare._replace(
-                x=x.reshape(shape),
-                buffers={k: pieces[i].reshape(shape) for k, pieces in buffers.items()},
+                x=x.reshape(num, parts.size),
+                buffers={
+                    k: b.reshape(num, b.numel() // num) for k, b in of_leaf.items()
+                },
                 owned=list(zip(*(leaves.rows(b[i]) for b in owned), strict=True)),
             )
         )
     numbers = _row(algorithm.defaults(lr, gamma), tensors[0].device)
     bound = []
-    for dtype, positions in of_dtypes.items():
+    for (own, dtype), positions in of_kinds.items():
         of_group = [step_leaves[i] for i in positions]
         num = sum(len(leaf.params) for leaf in of_group)
         t = state.t.expand(num)
         index = index_of(of_group)
-        inputs = Inputs(algorithm, numbers, None, index, t, dtype)
+        inputs = Inputs(own, numbers, None, index, t, dtype)
         stages = []
         if algorithm.has_stages:
             stage = algorithm.matrix_preconditioner.stage
@@ -309,10 +337,11 @@ def unbind(
     algorithm = leaves.algorithm
     at_owner = algorithm.owned
 
-    def whole(name: str) -> list[Tensor]:
-        pieces = leaves.pieces(leaves.tensors)
-        new = [v[name].view(p.shape) for v, p in zip(values, pieces, strict=True)]
-        return leaves.whole(new)
+    def whole(name: str, before: Sequence[Tensor]) -> list[Tensor]:
+        pieces = leaves.pieces(before)
+        pairs = zip(values, pieces, strict=True)
+        new = [v[name].view(p.shape) if name in v else p for v, p in pairs]
+        return leaves.whole(new, name)
 
     buffers = {}
     for symbol in algorithm.kept:
@@ -321,8 +350,9 @@ def unbind(
             # new tensors for all: nothing is written in place
             tensors = [leaves.joined([o[n] for o in of_leaf]) for of_leaf in owned]
         else:
-            tensors = whole(symbol)
+            tree = state.buffers[symbol]
+            tensors = whole(symbol, [tree[name] for name in leaves.names])
         buffers[symbol] = rebuild(leaves.tree, tensors)
     went = decision.finite.to(state.t.dtype)
     new = State(state.t + went, state.skipped + 1 - went, buffers)
-    return whole("x"), new
+    return whole("x", leaves.tensors), new

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor, optim
 from torch.utils._pytree import tree_map_only
 
 from marsopt.optim.mars import MARS
+from marsopt.optim.state_dict import in_form_of
 from marsopt.optim.torch_state import ADAMW, MUON, Format, Leaf, leaves_of
 from marsopt.rules.adamw import AdamW
 from marsopt.rules.component import Preconditioner
@@ -68,7 +70,9 @@ def to_torch(optimizer: MARS) -> tuple[optim.Muon | None, optim.AdamW | None]:
     for leaf in leaves:
         made = muon if leaf.format is MUON else adamw
         assert made is not None and leaf.format is not None
-        entry = optimizer.state.get(leaf.p, {})  # a frozen parameter has none
+        wide = replace(leaf.algorithm, state_dtype=torch.float32)
+        held = optimizer.state.get(leaf.p, {})  # a frozen parameter has none
+        entry = in_form_of(wide, held, optimizer.describe().binding.collectives)
         made.state[leaf.p] = {
             key: entry[key].to("cpu" if key == "step" else leaf.p.dtype, copy=True)
             for key in leaf.format.state.keys() & entry.keys()

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from marsopt.functional.buffers import (
+    buffer_shape,
     entries_at_owner,
     owned_leaves,
     start_at_owner,
@@ -25,8 +26,9 @@ from marsopt.functional.buffers import (
 from marsopt.optim.groups import check_group, kinds_of, labels, takes_part
 from marsopt.optim.loading import as_tensor
 from marsopt.optim.numbers import Row, Table
-from marsopt.optim.state_dict import STAGE_COUNT, State
+from marsopt.optim.state_dict import STAGE_COUNT, State, in_form_of
 from marsopt.rules.component import Algorithm, Buffer, MatrixCost, owned_shapes
+from marsopt.rules.formats import CODED, check_piece
 from marsopt.rules.numerics import working, working_dtype
 from marsopt.rules.registry import STATE_KEYS
 from marsopt.step import kernels
@@ -148,12 +150,14 @@ class Binding:
                 if kind not in rows:
                     rows[kind] = Row(group, kind, options)
                 row = rows[kind]
-                check_state(p, names[p], row.algorithm, state, self.collectives)
+                algorithm = row.algorithm.of_tensor(p, p.shape)
+                check_state(p, names[p], algorithm, state, self.collectives)
                 # detached tensors count writes together with their parameters
                 piece = self.collectives.local(p).detach()
-                key = row.algorithm, p.dtype
-                members = by_formula.setdefault(key, [])
-                formula = members[0].algorithm if members else row.algorithm
+                if algorithm.state_dtype == CODED:
+                    check_piece(piece, names[p])
+                members = by_formula.setdefault((algorithm, p.dtype), [])
+                formula = members[0].algorithm if members else algorithm
                 members.append(Member(p, names[p], row, formula, piece))
             self._rows += rows.values()
         self._formulas = list(by_formula.values())
@@ -219,9 +223,10 @@ class Binding:
             )
             is_small = device.type == "cpu" and not self.is_printed
             is_small = is_small and member.piece.numel() < SMALL
+            is_small = is_small and algorithm.state_dtype != CODED
             if is_dense and (algorithm.matrix_only or not is_small):
-                shape = len(bare.norms), parts.size
-                x, *buffers = [memory_of(t, shape) for t in tensors]
+                num = len(bare.norms)
+                x, *buffers = [memory_of(t, (num, t.numel() // num)) for t in tensors]
                 by_symbol = dict(zip(member.state, buffers, strict=True))
                 leaf = bare._replace(x=x, buffers=by_symbol, strides=strides)
                 singles.append(leaf)
@@ -632,16 +637,17 @@ def check_state(
         if value is None:
             continue
         got, do = f"a {type(value).__name__}", "change all state of a parameter with it"
+        shape = buffer_shape(algorithm, buffer, piece)
         if isinstance(value, Tensor):
             local = collectives.local(value)
-            if buffer.home == "owner" or local.shape == piece.shape:
+            if buffer.home == "owner" or local.shape == shape:
                 if local.device == piece.device:
                     continue
                 do = "move all state back before a step"
             got = f"a tensor of shape {tuple(local.shape)} on {local.device}"
         raise ValueError(
             f"got {got} as state {buffer.key!r} of {what}, expected a tensor of shape "
-            f"{tuple(piece.shape)} on {piece.device}, as the parameter is: {do}, or "
+            f"{tuple(shape)} on {piece.device}, as the parameter is: {do}, or "
             "delete optimizer.state[parameter], which then restarts"
         )
 
@@ -684,6 +690,7 @@ def _attach(member: Member, state: State, collectives: Collectives) -> None:
     unwanted = STATE_KEYS - {buffer.key for buffer in buffers.values()}
     debiased = {buffer.key for buffer in buffers.values() if buffer.is_debiased}
     state[p].setdefault("step", torch.zeros((), device="cpu"))
+    state[p].update(in_form_of(algorithm, state[p], collectives))
     for key in unwanted & set(state[p]):
         del state[p][key]  # of another rule: stale when that one returns
     if debiased - set(state[p]):
@@ -711,7 +718,11 @@ def _attached(
     """
     algorithm, before = member.algorithm, entry.get(buffer.key)
     dtype = algorithm.dtype_of(buffer, member.piece)
-    if isinstance(before, Tensor) and collectives.local(before).dtype == dtype:
+    if (
+        isinstance(before, Tensor)
+        and collectives.local(before).dtype == dtype
+        and (algorithm.state_dtype != CODED or before.is_contiguous())
+    ):
         return before
     fresh = start_beside(algorithm, buffer, member.piece)
     if before is not None:

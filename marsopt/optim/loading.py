@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marsopt.rules.formats import LOW_BITS
+from marsopt.rules.formats import CODED, LOW_BITS
 from marsopt.step.owners import Collectives
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -39,8 +39,9 @@ def check_is_of_optimizer(saved: Any) -> None:
         )
 
 
-def check_kind(value: Any, key: str, label: str) -> None:
-    """Check that a value of a state dict is of the kind of number that the state holds.
+def check_kind(value: Any, key: str, label: str, has_codes: bool = False) -> None:
+    """Check that a value of a state dict is of the kind of number that the state holds:
+    codes, if it has scales.
 
     Raises:
         ValueError: it is none: not floating point, or as a step no integer either.
@@ -49,6 +50,7 @@ def check_kind(value: Any, key: str, label: str) -> None:
     if isinstance(value, Tensor):
         may_be_whole = key in ("step", LOW_BITS)
         fits = value.is_floating_point() or (may_be_whole and value.dtype in INTEGERS)
+        fits = fits or (has_codes and value.dtype == CODED)
         got = f"a tensor of {value.dtype}"
     if not fits:
         raise ValueError(

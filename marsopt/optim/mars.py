@@ -28,7 +28,7 @@ from marsopt.optim.groups import (
 )
 from marsopt.optim.loading import as_tensor
 from marsopt.optim.numbers import put
-from marsopt.optim.state_dict import check_ids, to_restore, under_loaded
+from marsopt.optim.state_dict import check_ids, in_form_of, to_restore, under_loaded
 from marsopt.optim.statistics import LastStep, Statistics, names_of
 from marsopt.optim.summary import summary
 from marsopt.optim.torch_state import state_of_mars
@@ -743,6 +743,11 @@ class MARS(Optimizer):
                     whole = whole.reshape(shape)
                 entry[key] = binding.collectives.claim(whole, owns, sizes)
             entries[ids[p]] = entry
+        for member in binding.members:
+            if (held := entries.get(ids[member.p])) is not None:
+                entries[ids[member.p]] = in_form_of(
+                    member.algorithm, held, binding.collectives
+                )
         return {**saved, "state": entries}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -15,12 +15,22 @@ from torch import Tensor
 from marsopt.functional.trees import plain_names
 from marsopt.optim.loading import (
     SOURCE,
+    as_tensor,
     check_is_of_optimizer,
     check_kind,
     check_shapes,
 )
-from marsopt.rules.component import H
-from marsopt.rules.formats import LOW_BITS
+from marsopt.rules.component import Algorithm, H
+from marsopt.rules.formats import (
+    CODED,
+    LOW_BITS,
+    NEAREST,
+    SCALE,
+    SPAN,
+    decode,
+    encode,
+    scales_shape,
+)
 from marsopt.rules.registry import STATE_KEYS
 from marsopt.step.owners import Collectives
 
@@ -42,6 +52,35 @@ def entry_of_mars(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _is_of_mars(key: str) -> bool:
     return key in ("step", STAGE_COUNT) or key in STATE_KEYS
+
+
+def in_form_of(
+    algorithm: Algorithm, entry: Mapping[str, Any], collectives: Collectives
+) -> dict[str, Any]:
+    """Return a parameter's state with averages as ``algorithm`` stores them: floating
+    point becomes codes, rounded to nearest, and codes become float32.
+    """
+    form = dict(entry)
+    for buffer in algorithm.buffers.values():
+        value, scales = entry.get(buffer.key), entry.get(buffer.key + SCALE)
+        if not isinstance(value, Tensor) or isinstance(buffer.dtype, torch.dtype):
+            continue
+        local, are_squares = collectives.local(value), buffer.codes == "squares"
+        flat = local.reshape(1, -1)
+        if algorithm.stores_codes(buffer) and value.is_floating_point():
+            if local.shape[-1] % SPAN:
+                continue  # of another shape than the parameter's, which is refused
+            noise = torch.full_like(flat, NEAREST, dtype=torch.int32)
+            codes, small = encode(flat, noise, are_squares)
+            small = small.view(scales_shape(local.shape))
+            form[buffer.key] = collectives.wrap(codes.view(local.shape), value)
+            form[buffer.key + SCALE] = collectives.wrap(small, value)
+        elif value.dtype == CODED and not algorithm.stores_codes(buffer):
+            small = collectives.local(as_tensor(scales)).reshape(1, -1)
+            wide = decode(flat, small, are_squares).view(local.shape)
+            form[buffer.key] = collectives.wrap(wide, value)
+            del form[buffer.key + SCALE]
+    return form
 
 
 def check_ids(
@@ -71,8 +110,9 @@ def check_entries(
         ValueError: as ``check_ids`` and ``check_kind``, by name.
     """
     for i, (_, label) in zip(check_ids(labelled, saved), labelled, strict=True):
-        for key, value in entry_of_mars(saved["state"].get(i, {})).items():
-            check_kind(value, key, label)
+        entry = entry_of_mars(saved["state"].get(i, {}))
+        for key, value in entry.items():
+            check_kind(value, key, label, has_codes=key + SCALE in entry)
 
 
 def in_order_of_names(

@@ -32,6 +32,7 @@ from marsopt.parallel.planner import (
 )
 from marsopt.parallel.published import entries, whole_buffers
 from marsopt.rules.component import MatrixCost, MatrixOutput
+from marsopt.rules.formats import scales_shape
 from marsopt.step.owners import (
     LOCAL,
     Collectives,
@@ -124,16 +125,22 @@ class MeshCollectives:
         return piece.wait() if isinstance(piece, AsyncCollectiveTensor) else piece
 
     def wrap(self, local: Tensor, like: Tensor) -> Tensor:
-        """Return a tensor laid out as ``like``; its piece on this rank is ``local``."""
+        """Return a tensor laid out as ``like``; its piece on this rank is ``local``, or
+        holds the scales of that piece.
+        """
         if not isinstance(like, DTensor):
             return local
+        shape, stride = like.shape, like.stride()
+        if local.shape != like._local_tensor.shape:
+            shape = scales_shape(shape)
+            stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             local,
             like.device_mesh,
             like.placements,
             run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
+            shape=shape,
+            stride=stride,
         )
 
     def cuts(self, tensor: Tensor) -> Mapping[int, Tensor]:

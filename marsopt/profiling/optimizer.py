@@ -20,6 +20,7 @@ from marsopt.rules.formats import LOW_BITS
 from marsopt.rules.numerics import working_dtype
 from marsopt.step.graphs import Graphs
 from marsopt.step.kernel_runner import Kernels
+from marsopt.step.step import REFERENCE
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,10 @@ def _floor(member: Member, is_local: bool, is_copied: bool) -> tuple[int, int, i
     algorithm, piece = member.algorithm, member.piece
     grad, num, x = member.p.grad, piece.numel(), piece.nbytes
     g = 0 if grad is None else num * grad.dtype.itemsize
-    h = member.state["h"].nbytes if "h" in member.state else 0
-    moments = sum(member.state[symbol].nbytes for symbol in algorithm.moments)
-    if LOW_BITS in member.state:
-        x += member.state[LOW_BITS].nbytes
+    sizes = {symbol: tensor.nbytes for symbol, tensor in member.state.items()}
+    h = sum(sizes.pop(symbol, 0) for symbol in REFERENCE)
+    x += sizes.pop(LOW_BITS, 0)
+    moments = sum(sizes.values())
     update = g + h + 2 * (x + moments) + (h if algorithm.h_from == "step" else 0)
     if algorithm.matrix_only:  # applying reads x and the directions, and writes x
         update += num * sum(d.itemsize for d in _dtypes_of_matrices(member, is_local))
@@ -233,8 +234,10 @@ def printed_kernels(runner: Graphs | Kernels) -> list[PrintedKernel]:
         PrintedKernel(
             name=kernel.printed.name,
             num_launches=2 if kernel.printed.num_terms else 1,
-            num_bytes=blocks.num_elements
-            * (kernel.printed.bytes_read + kernel.printed.bytes_written),
+            num_bytes=round(
+                blocks.num_elements
+                * (kernel.printed.bytes_read + kernel.printed.bytes_written)
+            ),
             source=kernel.printed.source,
         )
         for kernel, blocks in runner.kernels

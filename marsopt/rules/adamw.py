@@ -75,8 +75,9 @@ class AdamW(Preconditioner):
 
     keeps = {
         "m": Buffer("exp_avg", is_debiased=True),
-        "v": Buffer("exp_avg_sq", is_debiased=True),
-        "v_max": Buffer("max_exp_avg_sq"),
+        "v": Buffer("exp_avg_sq", is_debiased=True, codes="squares"),
+        # the largest of values that are rounded stochastically would only grow
+        "v_max": Buffer("max_exp_avg_sq", codes=None),
     }
 
     def beta1(self, n: Numbers) -> Number:

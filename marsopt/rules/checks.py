@@ -180,6 +180,12 @@ def floating_or_none(name: str, value: torch.dtype | None) -> None:
         )
 
 
+def coded_or_state_dtype(name: str, value: torch.dtype | None) -> None:
+    """None, torch.int8, or a floating point dtype that holds squares of gradients."""
+    if value != torch.int8:
+        state_dtype_or_none(name, value)
+
+
 def state_dtype_or_none(name: str, value: torch.dtype | None) -> None:
     """None or a floating point dtype that holds squares of gradients."""
     floating_or_none(name, value)

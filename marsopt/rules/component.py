@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -23,7 +23,15 @@ from torch import Tensor
 
 from marsopt.rules import checks
 from marsopt.rules.checks import Number
-from marsopt.rules.formats import LOW_BITS, LOW_DTYPES
+from marsopt.rules.formats import (
+    CODED,
+    LOW_BITS,
+    LOW_DTYPES,
+    SCALE,
+    SCALE_DTYPE,
+    scales_shape,
+    takes_codes,
+)
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.numerics import (
     NARROW,
@@ -45,6 +53,11 @@ def like_x(shape: torch.Size, matrices: Matrices) -> torch.Size:
     return shape
 
 
+def like_scales(shape: torch.Size, matrices: Matrices) -> torch.Size:
+    """Return the shape of the scales of codes in the shape of the parameter."""
+    return scales_shape(shape)
+
+
 class Buffer(NamedTuple):
     """A tensor that the state keeps for each parameter.
 
@@ -62,6 +75,8 @@ class Buffer(NamedTuple):
             "gradient": the same, unless the correction's ``h_dtype`` says otherwise;
             "working": the parameter's own or float32, whichever is wider; or a dtype.
         is_debiased: whether the rule divides it by 1 - beta^t: it starts with t.
+        codes: how ``state_dtype=torch.int8`` stores it: "numbers" with a sign,
+            "squares", which stay above zero, or None: in float32.
     """
 
     key: str
@@ -70,6 +85,7 @@ class Buffer(NamedTuple):
     home: Literal["shard", "owner"] = "shard"
     dtype: torch.dtype | Literal["state", "gradient", "working"] = "state"
     is_debiased: bool = False
+    codes: Literal["numbers", "squares"] | None = "numbers"
 
 
 def owned_shapes(
@@ -503,7 +519,11 @@ class Algorithm:
         state_dtype: dtype of the state buffers; None = the parameter's own, float32 for
             float16 and with ``master_weight_bits``. Not narrower than the parameter:
             moments are averages of small steps, which rounding to nearest would lose;
-            but bfloat16 with ``stochastic_rounding``.
+            but bfloat16 with ``stochastic_rounding``, or torch.int8: codes with a
+            bfloat16 scale for 64 neighbours in a row, rounded stochastically. float32
+            remains for vectors, tensors below 4,096 elements or with gaps, rows of
+            another length than a multiple of 64, the maximum of ``amsgrad``, and the
+            buffers of owners.
         stochastic_rounding: whether a step rounds stochastically the values that it
             writes into state buffers of bfloat16.
         master_weight_bits: 32: bfloat16 parameters are float32 weights rounded to
@@ -514,8 +534,8 @@ class Algorithm:
         name: its name in messages.
 
     Raises:
-        ValueError: a ``state_dtype`` that is not floating point, or float16; other
-            ``master_weight_bits``.
+        ValueError: a ``state_dtype`` that is neither int8 nor floating point, or is
+            float16; other ``master_weight_bits``.
 
     Example:
         >>> algorithm = marsopt.Algorithm(
@@ -530,7 +550,7 @@ class Algorithm:
     preconditioner: Preconditioner = field(metadata=NO_OPTION)
     correction: Correction | None = field(default=None, metadata=NO_OPTION)
     state_dtype: torch.dtype | None = structure(
-        None, checks.state_dtype_or_none, whole=True
+        None, checks.coded_or_state_dtype, whole=True
     )
     stochastic_rounding: bool = structure(False, whole=True)
     master_weight_bits: MasterBits = structure(
@@ -568,6 +588,7 @@ class Algorithm:
         others = [getattr(self, name) for name in options]
         form = *map(form_of, components), *others, *columns, *switches.items()
         has_noise = self.stochastic_rounding or self.master_weight_bits == 24
+        has_noise = has_noise or self.state_dtype == CODED
         vars(self).update(columns=tuple(columns), has_noise=has_noise)
         vars(self).update(_numbers=numbers, _switches=switches, _form=form)
 
@@ -651,7 +672,14 @@ class Algorithm:
         if self.master_weight_bits is not None:
             dtype = LOW_DTYPES[self.master_weight_bits]
             buffers[LOW_BITS] = Buffer(LOW_BITS, dtype=dtype)
-        return buffers if self.h_from is None else {**buffers, "h": H}
+        if self.h_from is not None:
+            # no step writes a caller's h, which its caller may read
+            buffers["h"] = H if self.h_from == "step" else H._replace(codes=None)
+        coded = {s: b for s, b in buffers.items() if self.stores_codes(b)}
+        return buffers | {
+            s + SCALE: Buffer(b.key + SCALE, like_scales, dtype=SCALE_DTYPE)
+            for s, b in coded.items()
+        }
 
     @property
     def is_momentum(self) -> bool:
@@ -668,9 +696,13 @@ class Algorithm:
 
     def dtype_of(self, buffer: Buffer, x: Tensor) -> torch.dtype:
         """Return the dtype of a buffer for ``x``."""
+        if self.stores_codes(buffer):
+            return CODED
         state_dtype = self.state_dtype or default_state_dtype(
             x.dtype, self.master_weight_bits
         )
+        if state_dtype == CODED:
+            state_dtype = working_dtype(x)
         if buffer.home == "owner":  # not rounded stochastically
             state_dtype = torch.promote_types(state_dtype, x.dtype)
         narrow = None if self.correction is None else self.correction.h_dtype
@@ -682,6 +714,27 @@ class Algorithm:
             "working": working_dtype(x),
         }
         return by_name[buffer.dtype]
+
+    def stores_codes(self, buffer: Buffer) -> bool:
+        """Return whether a buffer is stored as codes, with scales in another buffer."""
+        h_dtype = None if self.correction is None else self.correction.h_dtype
+        is_state = buffer.dtype == "state" or (
+            buffer.dtype == "gradient" and h_dtype is None
+        )
+        has_codes = buffer.codes is not None and buffer.home == "shard"
+        return self.state_dtype == CODED and is_state and has_codes
+
+    def of_tensor(self, x: Tensor, shape: torch.Size) -> Algorithm:
+        """Return the algorithm of a tensor: itself, or if its state has codes and the
+        tensor's cannot, with state in the working dtype.
+
+        Args:
+            x: the tensor, or several of this shape in one.
+            shape: of the whole tensor.
+        """
+        if self.state_dtype != CODED or takes_codes(x, shape):
+            return self
+        return replace(self, state_dtype=working_dtype(x))
 
     def rounds(self, buffer: Buffer, dtype: torch.dtype) -> bool:
         """Return whether a step rounds stochastically when it writes into a buffer of
@@ -707,5 +760,10 @@ class Algorithm:
 
     @property
     def makes_matrix(self) -> bool:
-        """Whether the owners of matrices get another tensor than m."""
-        return self.matrix_only and self.matrix_preconditioner.makes_matrix
+        """Whether the owners of matrices get another tensor than m as it is stored."""
+        if not self.matrix_only:
+            return False
+        preconditioner = self.matrix_preconditioner
+        return preconditioner.makes_matrix or self.stores_codes(
+            preconditioner.buffers["m"]
+        )

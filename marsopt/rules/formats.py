@@ -1,5 +1,5 @@
 """How values are stored in fewer bits: float32 weights as bfloat16 parameters and the
-bits below these.
+bits below these; averages as codes of 8 bits, with a scale for 64 neighbours in a row.
 """
 
 from __future__ import annotations
@@ -55,3 +55,108 @@ def split(weight: Tensor, bits: int, noise: Tensor | None) -> tuple[Tensor, Tens
     high = value + (HALF + 1 >> 1) >> 16
     low = value - (high << 16) >> 8 * (2 - LOW_DTYPES[bits].itemsize)
     return high.to(torch.int16).view(torch.bfloat16), low.to(LOW_DTYPES[bits])
+
+
+# ---- averages ------------------------------------------------------------------------
+
+CODED = torch.int8  # the dtype of codes
+SPAN = 64  # neighbours in a row that share a scale
+SMALLEST = 4096  # elements of a tensor with codes: of a smaller one they save nothing
+SCALE = "_scale"  # ends the symbols and keys of scales
+SCALE_DTYPE = torch.bfloat16  # the range of float32
+TOP, ROOT_TOP = 127, 255  # the largest codes: of numbers with a sign, and of squares
+MIDDLE = 128  # the code of a square that int8 holds as 0
+HEADROOM = 1 + 2**-16  # of a scale: a quotient that rounding makes larger is below 1
+LEAST = 2.0**-100  # of a scale: its reciprocal is finite
+NEAREST = 1 << 15  # the noise that rounds to nearest
+
+
+def span_of(name: str) -> int:
+    """Return how many elements share a value of the tensor of this symbol."""
+    return SPAN if name.endswith(SCALE) else 1
+
+
+def takes_codes(x: Tensor, shape: torch.Size) -> bool:
+    """Return whether averages of a tensor are stored as codes. A vector's are not: a
+    mesh cuts it anywhere.
+
+    Args:
+        x: the tensor, or several of this shape in one.
+        shape: of the whole tensor.
+    """
+    is_large = len(shape) > 1 and shape.numel() >= SMALLEST
+    return is_large and shape[-1] % SPAN == 0 and x.is_contiguous()
+
+
+def scales_shape(shape: torch.Size) -> torch.Size:
+    """Return the shape of the scales of a tensor."""
+    return torch.Size([*shape[:-1], shape[-1] // SPAN])
+
+
+def check_piece(piece: Tensor, label: str) -> None:
+    """Check that a mesh cuts no row of a tensor with codes between elements that share
+    a scale.
+
+    Raises:
+        ValueError: it does.
+    """
+    cols = piece.shape[-1]
+    if cols % SPAN or not (cols and piece.is_contiguous()):
+        raise ValueError(
+            f"got a piece of shape {tuple(piece.shape)} and strides {piece.stride()} "
+            f"of {label} with state_dtype=torch.int8, expected contiguous rows of a "
+            f"multiple of {SPAN} columns, which share a scale: cut it by rows, or by "
+            "fewer ranks, or leave out state_dtype"
+        )
+
+
+def decode(codes: Tensor, scales: Tensor, are_squares: bool) -> Tensor:
+    """Return the values (P, n), in float32.
+
+    Args:
+        codes: int8, (P, n).
+        scales: of each ``SPAN`` elements, (P, n / SPAN).
+        are_squares: whether the values are averages of squares.
+    """
+    code = codes.unflatten(1, (-1, SPAN)).to(torch.float32)
+    scale = scales.to(torch.float32).unsqueeze(2)
+    if are_squares:
+        root = (code + MIDDLE) * (scale * (1 / ROOT_TOP))
+        value: Tensor = root * root
+    else:
+        value = code * code.abs() * (scale * (1 / TOP**2))
+    return value.flatten(1)
+
+
+def encode(value: Tensor, noise: Tensor, are_squares: bool) -> tuple[Tensor, Tensor]:
+    """Return values as codes, and their scales.
+
+    A code is a root: x = scale * sign * (k / 127)^2, and of squares, k from 0 to 255,
+    x = (scale * k / 255)^2. Steps of codes near 0 are small: an update divides averages
+    by roots that may be small, too. Code k becomes k + 1 with the probability that
+    makes x right on average, as ``noise`` decides. No square but 0 has k = 0, for a
+    step divides by its root.
+
+    Args:
+        value: (P, n), finite.
+        noise: uniform integers in [0, 2^16), (P, n).
+        are_squares: whether the values are averages of squares.
+    """
+    value = value.to(torch.float32).unflatten(1, (-1, SPAN))
+    size = value.sqrt() if are_squares else value.abs()
+    bits = (size.amax(2) * HEADROOM).view(torch.int32) + HALF & ~HALF
+    scale = bits.view(torch.float32)  # rounded up: no code is above the largest
+    is_any = scale >= LEAST
+    inverse = is_any / torch.where(is_any, scale, 1.0)
+    part = size * inverse.unsqueeze(2)
+    part = ROOT_TOP * part if are_squares else TOP * part.sqrt()
+    k = part.to(torch.int32).to(torch.float32)
+    share = (part * part - k * k) / (2 * k + 1)
+    is_up = noise.unflatten(1, (-1, SPAN)) + 0.5 < share * (HALF + 1)
+    k = k + is_up
+    if are_squares:
+        k = torch.where(part > 0, k.clamp(min=1), k) - MIDDLE * is_any.unsqueeze(2)
+    else:
+        k = k * torch.sign(value)
+    codes = k.to(torch.int32).to(CODED).flatten(1)
+    return codes, (scale * is_any).to(SCALE_DTYPE)

@@ -24,7 +24,7 @@ from marsopt.rules.component import (
     Preconditioner,
     like_x,
 )
-from marsopt.rules.formats import LOW_BITS
+from marsopt.rules.formats import LOW_BITS, SCALE
 from marsopt.rules.lion import Lion, SignAverage
 from marsopt.rules.mars import Approximate, Exact
 from marsopt.rules.normuon import NorMuon
@@ -292,7 +292,7 @@ REGISTRY: dict[str, NamedRule] = {}
 
 # The names of all that a component may keep in ``optimizer.state[p]``; other entries
 # are the caller's.
-STATE_KEYS = {MOMENTUM, H.key, LOW_BITS}
+STATE_KEYS = {MOMENTUM, H.key, MOMENTUM + SCALE, H.key + SCALE, LOW_BITS}
 
 
 def canonical(name: str) -> str:
@@ -356,7 +356,9 @@ def register(component: NamedRule | type[Correction], *, replace: bool = False) 
     known[component.name] = component
     if isinstance(component, NamedRule):
         keeps = component.preconditioner.keeps
-        STATE_KEYS.update(buffer.key for buffer in keeps.values())
+        keys = {buffer.key for buffer in keeps.values() if buffer.home == "shard"}
+        STATE_KEYS.update(b.key for b in keeps.values())
+        STATE_KEYS.update(key + SCALE for key in keys)
 
 
 for _component in (*RULES, Approximate, Exact):

@@ -14,6 +14,7 @@ from torch import Tensor
 from marsopt.rules import numerics
 from marsopt.rules.checks import Number
 from marsopt.rules.component import Algorithm, Numbers
+from marsopt.rules.formats import CODED
 from marsopt.rules.numerics import HALF, at, root, scalar_dtype
 from marsopt.step.leaf import Index
 
@@ -226,9 +227,9 @@ def largest_square(algorithm: Algorithm, dtype: torch.dtype) -> float:
     of the parameters.
     """
     h_dtype = None if algorithm.correction is None else algorithm.correction.h_dtype
-    is_narrow = torch.bfloat16 in (algorithm.state_dtype, h_dtype)
+    narrow = {torch.bfloat16, CODED} & {algorithm.state_dtype, h_dtype}
     of_x = torch.finfo(torch.bfloat16 if dtype == torch.float32 else dtype).max
-    return min(of_x, torch.finfo(torch.bfloat16).max) if is_narrow else of_x
+    return min(of_x, torch.finfo(torch.bfloat16).max) if narrow else of_x
 
 
 def _table(inputs: Inputs, clip: FormulaClips, global_clip: Tensor) -> Tensor:

@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-TRACED_SIZE = (
-    7919  # elements of the traced part: a prime that no rule has as a constant
-)
+from marsopt.rules.formats import SPAN, span_of
+
+# scales of the traced part: a prime that no rule has as a constant
+TRACED_SCALES = 7919
+TRACED_SIZE = SPAN * TRACED_SCALES  # its elements
+SIZES = (1, TRACED_SCALES, TRACED_SIZE)
 SHORT = 40  # characters: longer expressions, and those with two uses, get a name
 
 NAMES = {
@@ -30,7 +33,8 @@ NAMES = {
 }
 # operators that return their input's elements
 ALIASES = {
-    *("alias", "clone", "detach", "expand", "reshape", "unsqueeze", "view"),
+    *("_unsafe_view", "alias", "clone", "detach", "expand", "reshape", "squeeze"),
+    *("unsqueeze", "view"),
 }
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 INFIX = {
@@ -53,6 +57,22 @@ FORMS = {
     "sqrt": "{sqrt}({0})",
     **dict.fromkeys(("clamp", "maximum"), "tl.maximum({0}, {1}{nan})"),
 }
+
+
+# functions of printed kernels: the largest of each span, and a scale for each element
+FUNCTIONS = f"""\
+
+@triton.jit
+def largest(x):
+    return tl.max(tl.reshape(x, (x.shape[0] // {SPAN}, {SPAN})), axis=1)
+
+
+@triton.jit
+def spread(x):
+    wide = tl.broadcast_to(tl.expand_dims(x, 1), (x.shape[0], {SPAN}))
+    return tl.reshape(wide, (x.shape[0] * {SPAN},))
+
+"""
 
 
 class Unprintable(Exception):
@@ -93,7 +113,8 @@ def print_body(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     examples = [
-        torch.empty(1, TRACED_SIZE, dtype=d, device="cpu") for d in elements.values()
+        torch.empty(1, TRACED_SIZE // span_of(name), dtype=d, device="cpu")
+        for name, d in elements.items()
     ]
     examples += [torch.empty(1, 1, dtype=d, device="cpu") for d in scalars.values()]
     trace = make_fx(function, tracing_mode="fake")
@@ -111,6 +132,7 @@ class _Writer:
         self.lines: list[str] = []
         self.names: dict[str, str] = {}  # by expression: each is computed once
         self.values: dict[Any, Value] = {}  # by node
+        self.size = TRACED_SIZE  # elements of the result that is being written
 
     def write(self, module: fx.GraphModule, inputs: Sequence[Value]) -> Body:
         """Write all nodes of ``module``; its placeholders are ``inputs``."""
@@ -141,14 +163,15 @@ class _Writer:
         target: Any = node.target
         result, operator = node.meta["val"], target.overloadpacket.__name__
         args: Any = node.args
-        if not isinstance(result, Tensor) or result.numel() not in (1, TRACED_SIZE):
+        if not isinstance(result, Tensor) or result.numel() not in SIZES:
             raise Unprintable(operator)
+        self.size = result.numel()
         if operator == "scalar_tensor":
             return self.name(Value(_full(args[0], result.dtype), result.dtype))
         if operator in ALIASES and self.values[args[0]].dtype == result.dtype:
             if args[0].meta["val"].numel() > result.numel():
                 raise Unprintable(operator)
-            return self.values[args[0]]
+            return self.value(args[0])
         value = self.compute(operator, args, result.dtype, node.kwargs)
         is_short = len(node.users) < 2 and len(value.text) <= SHORT
         return value if is_short else self.name(value)
@@ -157,13 +180,15 @@ class _Writer:
         self, operator: str, args: Any, dtype: torch.dtype, options: Mapping[str, Any]
     ) -> Value:
         """Return an operator's result, of ``dtype``."""
+        if operator == "amax" and self.size == TRACED_SCALES:
+            return Value(f"largest({self.values[args[0]].text})", dtype)
         if operator == "_to_copy":
-            return cast(self.values[args[0]], dtype)
+            return cast(self.value(args[0]), dtype)
         if operator == "view":
-            text = self.values[args[0]].text
+            text = self.value(args[0]).text
             return Value(f"{text}.to({triton_dtype(dtype)}, bitcast=True)", dtype)
         if operator == "where":
-            texts = [self.values[args[0]].text]
+            texts = [self.value(args[0]).text]
             texts += [self.operand(branch, dtype).text for branch in args[1:]]
             return Value(f"tl.where({', '.join(texts)})", dtype)
         working = computing_dtype(dtype)
@@ -182,6 +207,15 @@ class _Writer:
             value = value._replace(dtype=torch.bool)
         return cast(value, dtype)
 
+    def value(self, node: fx.Node) -> Value:
+        """Return the value of a node: a scale spread over its elements, if the result
+        has all elements.
+        """
+        value = self.values[node]
+        if self.size == TRACED_SIZE and node.meta["val"].numel() == TRACED_SCALES:
+            return self.name(value._replace(text=f"spread({value.text})"))
+        return value
+
     def fill(self, form: str, operands: Sequence[Value]) -> Value:
         """Return ``form`` with these operands, all of one dtype."""
         dtype = operands[0].dtype
@@ -197,7 +231,7 @@ class _Writer:
     def operand(self, argument: Any, dtype: torch.dtype) -> Value:
         """Return an argument, a node or a number, in ``dtype``."""
         if isinstance(argument, fx.Node):
-            return cast(self.values[argument], dtype)
+            return cast(self.value(argument), dtype)
         return Value(_literal(argument, dtype), dtype)
 
 

@@ -28,6 +28,7 @@ from marsopt.rules.numerics import scalar_dtype
 from marsopt.step import kernels
 from marsopt.step.decide import Scalars
 from marsopt.step.step import (
+    REFERENCE,
     ROW,
     Formula,
     Leaves,
@@ -36,6 +37,7 @@ from marsopt.step.step import (
     Results,
     masked,
     products,
+    reference,
 )
 
 log = logging.getLogger(__name__)
@@ -238,8 +240,10 @@ def update(kind: Update, tensors: list[Tensor]) -> None:
 
 
 def measure(is_long: bool, tensors: list[Tensor]) -> Tensor:
-    """Return the inner products of g and, if there is one, h, both (P, n)."""
-    return products(tensors[0], tensors[1] if len(tensors) > 1 else None, is_long)
+    """Return the inner products of g, the last, and of h, if tensors hold it (P, n)."""
+    *of_h, g = tensors
+    h = reference(dict(zip(REFERENCE, of_h, strict=False)))
+    return products(g, h, is_long)
 
 
 class Call(NamedTuple):
@@ -284,14 +288,14 @@ class Graphs:
         self._graphs: dict[Hashable, Graph] = {}
 
     def reduce(self, leaves: Leaves, grads: Sequence[Tensor | None]) -> Tensor:
-        hs, sums = leaves.operands.get("h"), []
+        of_h, sums = leaves.references, []
         dtype = scalar_dtype(self._device)
         for n, (leaf, g) in enumerate(zip(leaves.leaves, grads, strict=True)):
             if g is None or not g.numel():
-                num = 1 if hs is None else 3
+                num = 3 if of_h else 1
                 sums.append(leaf.x.new_zeros(len(leaf.norms), num, dtype=dtype))
                 continue
-            tensors = [g] if hs is None else [g, hs[n]]
+            tensors = [*(column[n] for column in of_h.values()), g]
             sums.append(self._compute(measure, g.shape[1] >= ROW, tensors))
         return torch.cat(sums)
 
@@ -335,7 +339,8 @@ class Graphs:
         forms: list[Hashable] = [self._device.type, *[t.dtype for t in tensors]]
         if dynamic:  # Dynamo makes graphs of their own for sizes of 1
             is_small = self._device.type == "cpu" and last.numel() < SMALL
-            forms += [last.shape[0] == 1, last.shape[1] == 1, is_small]
+            is_column = any(t.shape[1] == 1 for t in tensors if t.ndim > 1)
+            forms += [last.shape[0] == 1, is_column, is_small]
         else:
             forms += [(t.shape, t.stride()) for t in tensors]
         key = function, kind, tuple(forms), dynamic

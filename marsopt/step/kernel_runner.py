@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from marsopt.rules.component import Algorithm
+from marsopt.rules.formats import span_of
 from marsopt.rules.numerics import working
 from marsopt.step.decide import Scalars, StepScalars, num_columns
 from marsopt.step.expressions import Unprintable
@@ -29,6 +30,7 @@ from marsopt.step.kernels import (
 )
 from marsopt.step.printer import print_sums, print_update
 from marsopt.step.step import (
+    REFERENCE,
     Batch,
     Formula,
     Group,
@@ -38,6 +40,7 @@ from marsopt.step.step import (
     Results,
     applied,
     product_terms,
+    reference,
     updated,
 )
 
@@ -46,7 +49,7 @@ Dtypes = tuple[tuple[str, torch.dtype], ...]  # of operands, by name
 
 def in_order(dtypes: dict[str, torch.dtype]) -> Dtypes:
     """Return operands in the order of the table of addresses."""
-    return tuple(sorted(dtypes.items(), key=lambda item: item[0] != "h"))
+    return tuple(sorted(dtypes.items(), key=lambda item: item[0] not in REFERENCE))
 
 
 @lru_cache(maxsize=KEPT)
@@ -79,11 +82,10 @@ def update_kernel(
 
 @lru_cache(maxsize=KEPT)
 def sums_kernel(operands: Dtypes) -> SumsKernel:
-    """Return the kernel of ``step.products``, over g and, if operands have it, h."""
+    """Return the kernel of ``step.products``, over g and, if operands hold it, h."""
 
     def body(tensors: dict[str, Tensor]) -> list[Tensor]:
-        h = working(tensors["h"]) if "h" in tensors else None
-        return product_terms(working(tensors["g"]), h)
+        return product_terms(working(tensors["g"]), reference(tensors))
 
     names = " and ".join(name for name, _ in operands)
     return SumsKernel(print_sums(f"sums of {names}", body, dict(operands)))
@@ -105,13 +107,14 @@ class Memory:
         offsets = torch.tensor(starts, dtype=torch.int64, device="cpu")
         self._blocks: dict[Leaves, Blocks] = {group: Blocks(sizes, offsets, device)}
         # h first: the kernel of sums knows no other operand
-        names = sorted(group.operands, key="h".__ne__)
+        names = sorted(group.operands, key=lambda name: name not in REFERENCE)
         columns = [group.operands[name] for name in names]
         dtypes = [column[0].dtype for column in columns]
         self.dtypes = dict(zip(names, dtypes, strict=True))
         options: Any = dict(tensors=tensors, offsets=offsets, device=device)
         addresses = [list(map(Tensor.data_ptr, column)) for column in columns]
-        self.fixed = AddressTable(dtypes, **options).on_device(addresses)
+        spans = [*map(span_of, names)]
+        self.fixed = AddressTable(dtypes, **options, spans=spans).on_device(addresses)
         # of g, and of o of each launch, by dtype
         self._given = cache(lambda launch, dtype: AddressTable([dtype], **options))
 
@@ -226,7 +229,7 @@ class Kernels:
         if memory is None:
             return self._graphs.reduce(leaves, grads)
         self._grads[leaves.group] = dtype, addresses = memory.given("g", leaves, grads)
-        of_h = {name: d for name, d in memory.dtypes.items() if name == "h"}
+        of_h = {name: d for name, d in memory.dtypes.items() if name in REFERENCE}
         kernel, blocks = self._launch(sums_kernel, (), leaves, {"g": dtype} | of_h)
         totals: Tensor = kernel(blocks, memory.fixed, addresses)
         return totals

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from marsopt.step.printer import BLOCK, CHUNK, NARROW, OPTIONS, Printed
+from marsopt.step.printer import BLOCK, CHUNK, OPTIONS, Printed
 
 PROBE = """\
 # marsopt: whether Triton builds kernels
@@ -124,6 +124,7 @@ class AddressTable:
         tensors: of each of P parts, the position of its tensor among N.
         offsets: (P,) elements from the start of each part's tensor to the part.
         device: device of the parts.
+        spans: of each operand, the elements that share a value of it; (): 1 of all.
     """
 
     def __init__(
@@ -132,10 +133,12 @@ class AddressTable:
         tensors: Sequence[int],
         offsets: Tensor,
         device: torch.device,
+        spans: Sequence[int] = (),
     ) -> None:
         itemsizes = torch.tensor([[dtype.itemsize] for dtype in operands], device="cpu")
         self._tensors = torch.tensor(tensors, dtype=torch.int64, device="cpu")
-        self._offsets = itemsizes * offsets  # (K, P) bytes
+        shares = torch.tensor(spans or [1] * len(operands), device="cpu")[:, None]
+        self._offsets = itemsizes * (offsets // shares)  # (K, P) bytes
         self._table = torch.empty_like(self._offsets, device=device)
         self._device, self._is_cuda = device, device.type == "cuda"
         self._sent: list[list[int]] | None = None
@@ -210,7 +213,9 @@ class Kernel:
 
     def sizes(self, block: int) -> dict[str, int]:
         """Return the constants of a launch over blocks of this size."""
-        wide, narrow = min(self.printed.wide, block), min(NARROW, block)
+        wide, narrow = (
+            min(size, block) for size in (self.printed.wide, self.printed.narrow)
+        )
         return dict(BLOCK=block, WIDE=wide, NARROW=narrow)
 
     def compile(self, function: Any, device: torch.device) -> None:

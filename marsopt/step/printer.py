@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from marsopt.rules.formats import span_of
 from marsopt.step.expressions import cast, computing_dtype, print_body, triton_dtype
 from marsopt.step.source import (
     SUMS,
@@ -59,21 +60,28 @@ class Printed:
     @property
     def wide(self) -> int:
         """Elements of an unmasked step: their operands stay in registers."""
-        sizes = [self.operands[n].itemsize for n in {*self.reads, *self.writes}]
+        names = [n for n in {*self.reads, *self.writes} if span_of(n) == 1]
+        sizes = [self.operands[n].itemsize for n in names]
         # an operand of 16 bits is there packed and unpacked
         registers = sum(2 if size < 4 else size // 4 for size in sizes)
         registers += 2 * self.has_position
         return next(step for most, step in WIDE.items() if registers <= most)
 
     @property
-    def bytes_read(self) -> int:
-        """Bytes of the operands that the kernel loads for one element."""
-        return sum(self.operands[name].itemsize for name in self.reads)
+    def narrow(self) -> int:
+        """Elements of a masked step: finding a scale takes registers."""
+        has_scales = any(span_of(name) > 1 for name in self.operands)
+        return NARROW // 2 if has_scales else NARROW
 
     @property
-    def bytes_written(self) -> int:
+    def bytes_read(self) -> float:
+        """Bytes of the operands that the kernel loads for one element."""
+        return sum(self.operands[n].itemsize / span_of(n) for n in self.reads)
+
+    @property
+    def bytes_written(self) -> float:
         """Bytes of the operands that the kernel stores for one element."""
-        return sum(self.operands[name].itemsize for name in self.writes)
+        return sum(self.operands[n].itemsize / span_of(n) for n in self.writes)
 
 
 def print_update(

@@ -11,7 +11,8 @@ from textwrap import indent, wrap
 
 import torch
 
-from marsopt.step.expressions import Body, triton_dtype
+from marsopt.rules.formats import SPAN, span_of
+from marsopt.step.expressions import FUNCTIONS, Body, triton_dtype
 
 WIDEST = 16  # bytes of the widest access
 # tables of the operands that each step gives; the rest are rows of ``addresses``
@@ -24,7 +25,7 @@ FORMULA = """\
 import triton
 import triton.language as tl
 
-
+{functions}
 @triton.jit
 def formula(
 {inputs}
@@ -101,7 +102,9 @@ def formula_source(title: str, traced: Body, values: Sequence[str]) -> str:
     """Return the function of elements, which the kernel calls."""
     inputs = indented(_wrapped(traced.used), 4)
     lines = indented([*traced.lines, f"return {', '.join(values)}"], 4)
-    return FORMULA.format(title=title, inputs=inputs, lines=lines)
+    has_scales = any(f"{name}(" in lines for name in ("largest", "spread"))
+    functions = FUNCTIONS if has_scales else ""
+    return FORMULA.format(title=title, functions=functions, inputs=inputs, lines=lines)
 
 
 def _wrapped(names: Sequence[str]) -> list[str]:
@@ -171,8 +174,11 @@ class Block:
         ]
 
     def condition(self) -> list[str]:
-        """Return the test that a block is whole and aligned."""
-        bits = " | ".join(f"{name}_address" for name in self.accessed)
+        """Return the test that a block is whole and aligned. Scales are too few to be
+        accessed widely.
+        """
+        aligned = [name for name in self.accessed if span_of(name) == 1]
+        bits = " | ".join(f"{name}_address" for name in aligned)
         lines = [f"is_wide = (size == BLOCK) & (({bits}) % {WIDEST} == 0)"]
         lines += [f"is_wide &= {name}_address != 0" for name in self.accessed]
         return [*lines, "if is_wide:"]
@@ -181,6 +187,9 @@ class Block:
         lines = ["lanes = first + tl.arange(0, WIDE)"]
         lines += [POSITION] if self.has_position else []
         for name in self.accessed:
+            if span_of(name) > 1:
+                lines.append(self.scale_pointer(name, "WIDE"))
+                continue
             address = f"tl.multiple_of({name}_address, {WIDEST})"
             lines.append(f"{name} = {self.pointer(name, address)} + start + lanes")
             hint = f"tl.multiple_of({name}, {WIDEST})"
@@ -192,9 +201,24 @@ class Block:
         lines += [POSITION] if self.has_position else []
         for name in self.accessed:
             pointer = self.pointer(name, f"{name}_address")
+            within = f"tl.where({name}_address != 0, size, 0)"
+            if span_of(name) > 1:
+                lines.append(self.scale_pointer(name, "NARROW"))
+                lanes = f"{self.scale_lanes('NARROW')} * {SPAN}"
+                lines.append(f"has_{name} = {lanes} < {within}")
+                continue
             lines.append(f"{name} = {pointer} + index")
-            lines.append(f"has_{name} = lanes < tl.where({name}_address != 0, size, 0)")
+            lines.append(f"has_{name} = lanes < {within}")
         return lines
+
+    def scale_lanes(self, step: str) -> str:
+        """Return the numbers of a step's scales in the block."""
+        return f"(first // {SPAN} + tl.arange(0, {step} // {SPAN}))"
+
+    def scale_pointer(self, name: str, step: str) -> str:
+        """Return the line that points to the scales of a step through the block."""
+        pointer = self.pointer(name, f"{name}_address")
+        return f"{name} = {pointer} + start // {SPAN} + {self.scale_lanes(step)}"
 
     def pointer(self, name: str, address: str) -> str:
         return f"{address}.to(tl.pointer_type({triton_dtype(self.operands[name])}))"

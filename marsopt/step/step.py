@@ -35,6 +35,7 @@ from marsopt.step.owners import LOCAL, Collectives, Request, Tensors
 
 ROW = 512  # elements that are summed before rows are
 BATCH = Matrices(kind="batched")
+REFERENCE = "h", "h" + formats.SCALE  # the operands that hold h
 
 Result = TypeVar("Result")
 Gradients = Sequence[Sequence[Tensor | None]]  # (P, n) of every leaf of every group
@@ -64,6 +65,8 @@ class Leaves:
         self.leaves, self.rows = leaves, rows
         of_each = [leaf.operands for leaf in leaves]
         self.operands = {name: [o[name] for o in of_each] for name in of_each[0]}
+        names = [name for name in REFERENCE if name in self.operands]
+        self.references = {name: self.operands[name] for name in names}
 
     @property
     def group(self) -> Group:
@@ -269,6 +272,14 @@ def product_terms(g: Tensor, h: Tensor | None) -> list[Tensor]:
     return [g * g] if h is None else [g * g, g * h, h * h]
 
 
+def reference(tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """Return h in its working dtype from the tensors that hold it, if there are any."""
+    h, scales = (tensors.get(name) for name in REFERENCE)
+    if h is None or scales is None:
+        return None if h is None else working(h)
+    return formats.decode(h, scales, are_squares=False)
+
+
 def products(g: Tensor, h: Tensor | None, is_long: bool) -> Tensor:
     """Return the inner products of parts, from one read of g and h (P, n): (P, 1), of
     (g, g); with h (P, 3), of (g, g), (g, h) and (h, h).
@@ -319,6 +330,15 @@ def stored(
     return {"x": high, LOW_BITS: low}
 
 
+def held(algorithm: Algorithm, tensors: Mapping[str, Tensor], symbol: str) -> Tensor:
+    """Return a buffer in its working dtype."""
+    buffer, tensor = algorithm.buffers[symbol], tensors[symbol]
+    if not algorithm.stores_codes(buffer):
+        return working(tensor)
+    scales = tensors[symbol + formats.SCALE]
+    return formats.decode(tensor, scales, buffer.codes == "squares")
+
+
 def updated(
     algorithm: Algorithm,
     s: StepScalars,
@@ -339,26 +359,31 @@ def updated(
     x, g = weight(tensors), working(tensors["g"])
     c = s.weights[0] * g
     if algorithm.h_from is not None:
-        c = c + s.weights[1] * working(tensors["h"])
-    moments = {symbol: working(tensors[symbol]) for symbol in algorithm.moments}
+        c = c + s.weights[1] * held(algorithm, tensors, "h")
+    moments = {symbol: held(algorithm, tensors, symbol) for symbol in algorithm.moments}
     out, new = algorithm.preconditioner.update(x, c, moments, s.rule)
     if algorithm.correction is not None and s.global_clip is not None:
-        h = working(tensors["h"])
+        h = held(algorithm, tensors, "h")
         new["h"] = algorithm.correction.next_h(s.global_clip * g, h)
     buffers = algorithm.buffers
     results = {}
     for symbol, value in new.items():
-        dtype = tensors[symbol].dtype
-        if s.key is None or not algorithm.rounds(buffers[symbol], dtype):
+        dtype, buffer = tensors[symbol].dtype, buffers[symbol]
+        has_codes = algorithm.stores_codes(buffer)
+        if s.key is None or not (has_codes or algorithm.rounds(buffer, dtype)):
             results[symbol] = value.to(dtype)
             continue
         assert index is not None
         noise = numerics.noise(index, s.key, list(buffers).index(symbol))
-        results[symbol] = numerics.stochastic(value, noise)
+        if has_codes:
+            coded = formats.encode(value, noise, buffer.codes == "squares")
+            results[symbol], results[symbol + formats.SCALE] = coded
+        else:
+            results[symbol] = numerics.stochastic(value, noise)
     if not algorithm.matrix_only:
         assert out is not None
         return {**results, **stored(algorithm, s, out, index)}
-    if out is not None or "o" in tensors:
+    if algorithm.makes_matrix or "o" in tensors:
         results["o"] = new["m"] if out is None else out
     return results
 
@@ -597,10 +622,10 @@ class Pure:
     writes = False
 
     def reduce(self, leaves: Leaves, grads: Sequence[Tensor | None]) -> Tensor:
-        sums, hs = [], leaves.operands.get("h")
+        sums = []
         for n, g in enumerate(grads):
             assert g is not None
-            h = None if hs is None else hs[n]
+            h = reference({name: of[n] for name, of in leaves.references.items()})
             sums.append(products(g, h, g.shape[1] >= ROW))
         return torch.cat(sums)
 

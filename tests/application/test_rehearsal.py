@@ -26,6 +26,8 @@ needs_triton = pytest.mark.skipif(
 # the matrix rule, with embeddings by AdamW
 NAMES = {
     "adamw/rounded": 24,
+    "adamw/coded": 20.1264,
+    "mars-adamw/coded": 23.2198,
     "adamw/master32": 28,
     "mars-adamw/master24": 38,
     "mars-adamw/float32": 44,

@@ -1,0 +1,406 @@
+"""State in eight bits: right on average, at most a code apart, never 0 where a step
+divides by it; and the same for every runner and every door.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import marsopt
+from marsopt import MARS, REGISTRY, FlatGroup
+from marsopt.rules.formats import CODED, SCALE, SPAN, TOP, decode, encode
+
+INT8 = dict(state_dtype=CODED)
+BF16, F32 = torch.bfloat16, torch.float32
+LR, STEPS = 0.01, 4
+# two tensors with codes; a vector, a small tensor and an odd row length without
+SHAPES = {"tall": (96, 64), "wide": (40, 192), "b": (8192,), "small": (6, 64)}
+SHAPES |= {"odd": (80, 60)}
+CODES = ("tall", "wide")
+
+
+def tree(seed, scale=1.0):
+    g = torch.Generator().manual_seed(seed)
+    return {n: scale * torch.randn(s, generator=g) for n, s in SHAPES.items()}
+
+
+# ---- one number ----------------------------------------------------------------------
+
+
+def values(are_squares):
+    """Rows of all sizes, a row and spans of zeros, and a number among zeros."""
+    x = torch.randn(6, 256, generator=torch.Generator().manual_seed(0))
+    x *= torch.tensor([1e-15, 1e-9, 1.0, 1e4, 1e15, 0.0])[:, None]
+    x[1, :64], x[2, 64:127] = 0.0, 0.0
+    return x * x if are_squares else x
+
+
+def step_of(x, scales, are_squares):
+    """The distance to the next code, by the scale and the size of x."""
+    scale = scales.float().repeat_interleave(SPAN, 1)
+    if are_squares:
+        return 2 * x.sqrt() * scale / 255 + (scale / 255) ** 2
+    return 2 * (x.abs() * scale).sqrt() / TOP + scale / TOP**2
+
+
+@pytest.mark.parametrize("are_squares", [False, True])
+def test_codes_are_right_on_average_and_at_most_a_step_away(are_squares):
+    x = values(are_squares)
+    total, every = torch.zeros_like(x, dtype=torch.float64), range(0, 2**16, 256)
+    for number in every:
+        noise = torch.full(x.shape, number, dtype=torch.int32)
+        codes, scales = encode(x, noise, are_squares)
+        assert (codes.dtype, scales.dtype) == (CODED, BF16)
+        found = decode(codes, scales, are_squares)
+        step = step_of(x, scales, are_squares)
+        assert ((found - x).abs() <= step * 1.001).all()
+        assert torch.equal(found.sign(), x.sign()) or not are_squares
+        assert (found * x >= 0).all()
+        total += found.double()
+    step = step_of(x, scales, are_squares)
+    off = (total / len(every) - x).abs() / torch.where(step > 0, step, 1.0)
+    is_least = are_squares & (x < (scales.repeat_interleave(SPAN, 1) / 255) ** 2)
+    assert off[~is_least].max() < 1 / 256 + 1e-3  # of a step, by so many noises
+    assert not codes[5].any() and not scales[5].any()
+    assert not decode(codes, scales, are_squares)[1, :64].any()
+
+
+def test_a_square_above_zero_has_a_root_above_zero():
+    x = torch.full((1, SPAN), 1e-12)
+    x[0, 0], x[0, 1] = 1.0, 0.0
+    codes, scales = encode(x, torch.zeros(1, SPAN, dtype=torch.int32), True)
+    found = decode(codes, scales, True)[0]
+    assert found[1] == 0 and (found[2:] > 1e-6).all()
+
+
+# ---- rules ---------------------------------------------------------------------------
+
+KINDS = [
+    (name, correction)
+    for name, rule in REGISTRY.items()
+    for correction in (("approximate", "exact") if rule.is_mars else (None,))
+]
+
+
+def give(params, seed):
+    for n, x in tree(1000 + seed, 0.1).items():
+        params[n].grad = x.to(params[n].dtype)
+
+
+def built(mars_type="mars-adamw", start=None, **options):
+    params = {n: nn.Parameter(x) for n, x in (start or tree(0)).items()}
+    own = dict(mars_type=mars_type, lr=LR, max_norm=3.0, ns_dtype=F32, compile=False)
+    return params, MARS(params.items(), **own | INT8 | options)
+
+
+def walk(params, optimizer, steps=range(STEPS)):
+    for t in steps:
+        give(params, 100 + t)
+        optimizer.update_previous_grad()  # exact alone does something
+        give(params, t)
+        optimizer.step()
+        optimizer.update_last_grad()
+    return {n: p.detach() for n, p in params.items()}
+
+
+@pytest.mark.parametrize(("mars_type", "correction"), KINDS)
+def test_every_rule_keeps_codes_near_float32(mars_type, correction):
+    options = dict(correction=correction)
+    if "soap" in mars_type:
+        options |= dict(sides="short", eps=0.01)
+    (params, optimizer), (others, wide) = (
+        built(mars_type, **options, state_dtype=dtype) for dtype in (CODED, None)
+    )
+    found, wanted = walk(params, optimizer), walk(others, wide)
+    start, largest = tree(0), 0.15 if "lion" in mars_type else 0.06
+    for n, x in found.items():
+        moved = (wanted[n] - start[n]).norm()
+        error = (x - wanted[n]).norm() / moved
+        assert error < (largest if n in CODES else 1e-5), n
+        state = optimizer.state[params[n]]
+        coded = {key for key, value in state.items() if value.dtype == CODED}
+        assert {key + SCALE for key in coded} == {k for k in state if SCALE in k}
+        averages = {
+            buffer.key
+            for buffer in optimizer.describe().members[0].algorithm.buffers.values()
+            if buffer.home == "shard"
+        }
+        for key in coded:
+            assert state[key].shape == x.shape
+            assert state[key + SCALE].shape == (x.shape[0], x.shape[1] // SPAN)
+            assert state[key + SCALE].dtype == BF16
+        is_caller = "last_grad" in state and correction == "exact"
+        if n in CODES:
+            assert coded >= {"exp_avg", "exp_avg_sq"} & state.keys() & averages
+            assert ("last_grad" in coded) != is_caller or "last_grad" not in state
+        else:
+            assert not coded and all(v.dtype == F32 for v in state.values()), n
+
+
+@pytest.mark.parametrize("mars_type", ["adamw", "moonlight", "lion"])
+def test_functions_flat_groups_and_the_class_agree(mars_type):
+    own = dict(ns_dtype=F32) if mars_type == "moonlight" else {}
+    rule = marsopt.rule(mars_type, max_norm=3.0, **own, **INT8)
+    start = {n: x for n, x in tree(0).items() if n in CODES}
+    everything = {n: x for n, x in tree(0).items() if x.ndim > 1}
+
+    def grads(seed, names):
+        return {n: x for n, x in tree(1000 + seed, 0.1).items() if n in names}
+
+    def stepped(names, pack):
+        params = pack({n: x for n, x in tree(0).items() if n in names})
+        state = rule.init(params)
+        for t in range(STEPS):
+            before = copy.deepcopy(state)
+            new, after = rule.step(params, pack(grads(t, names)), state, lr=LR)
+            torch.testing.assert_close(before, state, rtol=0, atol=0)  # pure
+            params, state = new, after
+        return params, state
+
+    loose, state = stepped([*everything], dict)
+    params = {n: nn.Parameter(x) for n, x in everything.items()}
+    _, optimizer = built(mars_type, everything)
+    params = dict(zip(params, optimizer.param_groups[0]["params"], strict=True))
+    for t in range(STEPS):
+        for n, g in grads(t, everything).items():
+            params[n].grad = g
+        optimizer.step()
+    for n, p in params.items():
+        torch.testing.assert_close(p.detach(), loose[n], rtol=1e-5, atol=1e-6)
+    for n in CODES:
+        entry = optimizer.state[params[n]]
+        for symbol, buffer in rule.matrix.buffers.items():
+            assert torch.equal(entry[buffer.key], state.buffers[symbol][n]), symbol
+    assert not state.buffers["m" + SCALE]["odd"].numel()
+    alone, _ = stepped([*start], dict)
+    flat, packed = stepped([*start], FlatGroup.pack)
+    for n, x in flat.unpack().items():
+        torch.testing.assert_close(x, alone[n], rtol=1e-5, atol=1e-6)
+    assert packed.skipped == 0
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
+def test_compiled_equals_eager(mars_type):
+    ends = []
+    for compile in (False, True):
+        params, optimizer = built(mars_type, compile=compile, splits=2)
+        walk(params, optimizer)
+        ends.append((params, optimizer))
+    (params, eager), (others, graphs) = ends
+    for n, p in params.items():
+        torch.testing.assert_close(p, others[n], rtol=0, atol=2e-3)
+        for key, value in eager.state[p].items():
+            far = (value.float() - graphs.state[others[n]][key].float()).abs()
+            if value.dtype == CODED:  # sums have another order there
+                assert far.max() <= 1 and (far > 0).float().mean() < 0.01, (n, key)
+
+
+def test_an_average_does_not_stand_still():
+    """v with beta2 = 0.999, whose steps are a hundredth of a code."""
+    rule = marsopt.rule("adamw", betas=(0.9, 0.999), **INT8)
+    params, g = [torch.zeros(64, 64)], torch.Generator().manual_seed(0)
+    exact, state = marsopt.rule("adamw", betas=(0.9, 0.999)), rule.init(params)
+    wanted = exact.init(params)
+    for t in range(200):
+        grads = [(1.0 if t < 50 else 0.1) * torch.randn(64, 64, generator=g)]
+        _, state = rule.step(params, grads, state, lr=0.0)
+        _, wanted = exact.step(params, grads, wanted, lr=0.0)
+    for symbol, are_squares in (("m", False), ("v", True)):
+        codes, scales = (state.buffers[symbol + end][0] for end in ("", SCALE))
+        got = decode(codes, scales, are_squares).double()
+        error = got - wanted.buffers[symbol][0].double()
+        assert error.std() < 0.15 * got.square().mean().sqrt()
+        assert abs(error.mean()) < 4 * error.std() / 64, symbol
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e4])
+@pytest.mark.parametrize("eps", [1e-30, 1e-8])
+def test_gradients_of_any_size_move_as_far(scale, eps):
+    g = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)) * scale
+    ends = []
+    for dtype in (None, CODED):
+        p = nn.Parameter(torch.zeros(64, 128))
+        optimizer = MARS([p], mars_type="adamw", lr=LR, eps=eps, weight_decay=0.0,
+                         state_dtype=dtype, compile=False)  # fmt: skip
+        for _ in range(STEPS):
+            p.grad = g
+            optimizer.step()
+        ends.append(p.detach())
+    assert (ends[0] - ends[1]).norm() < 0.05 * ends[0].norm()
+
+
+def test_rows_without_gradients_stay():
+    p = nn.Parameter(torch.ones(128, 64))
+    optimizer = MARS([p], mars_type="adamw", lr=LR, weight_decay=0.0, compile=False,
+                     **INT8)  # fmt: skip
+    for t in range(STEPS):
+        p.grad = torch.zeros_like(p)
+        p.grad[[3, 70 + t]] = torch.randn(2, 64)
+        optimizer.step()
+    still = torch.ones(128, dtype=torch.bool)
+    still[[3, *(70 + t for t in range(STEPS))]] = False
+    assert (p[still] == 1).all() and (p[~still] != 1).any(1).all()
+    assert p.isfinite().all()
+    assert all(
+        not optimizer.state[p][k][still].any() for k in ("exp_avg", "exp_avg_sq")
+    )
+
+
+def test_a_skipped_step_keeps_every_bit_and_a_replay_has_the_same():
+    params, optimizer = built()
+    walk(params, optimizer)
+    before = copy.deepcopy(optimizer.state_dict())
+    kept = {n: p.detach().clone() for n, p in params.items()}
+    give(params, 9)
+    params["tall"].grad[0, 0] = torch.nan
+    optimizer.step()
+    assert optimizer.num_skipped == 1
+    same(optimizer.state_dict(), before)
+    first, second = ({}, {})
+    for end in (first, second):
+        with torch.no_grad():
+            for n, p in params.items():
+                p.copy_(kept[n])
+        optimizer.load_state_dict(before)
+        end |= {n: x.clone() for n, x in walk(params, optimizer, [7]).items()}
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float64])
+def test_parameters_of_other_dtypes(dtype):
+    params, optimizer = built("adamw", {n: x.to(dtype) for n, x in tree(0).items()})
+    walk(params, optimizer)
+    for n, p in params.items():
+        state = optimizer.state[p]
+        wide = torch.promote_types(dtype, F32)
+        assert state["exp_avg"].dtype == (CODED if n in CODES else wide)
+    assert all(p.isfinite().all() for p in params.values())
+
+
+def test_what_stays_wide():
+    """The largest v so far, and buffers of owners."""
+    params, optimizer = built("adamw", amsgrad=True)
+    walk(params, optimizer)
+    state = optimizer.state[params["tall"]]
+    assert state["max_exp_avg_sq"].dtype == F32 and state["exp_avg_sq"].dtype == CODED
+    for name in ("soap", "normuon"):
+        params, optimizer = built(name)
+        for p in params.values():
+            for key, value in optimizer.state[p].items():
+                assert value.dtype == F32 or value.dtype == CODED or SCALE in key
+
+
+def same(got, wanted):
+    torch.testing.assert_close(got["state"], wanted["state"], rtol=0, atol=0)
+
+
+# ---- saved ---------------------------------------------------------------------------
+
+
+def test_state_is_saved_and_loaded_to_the_bit():
+    params, optimizer = built()
+    walk(params, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    others, other = built(start={n: p.detach().clone() for n, p in params.items()})
+    other.load_state_dict(saved)
+    same(other.state_dict(), saved)
+    ends = walk(params, optimizer, [8, 9]), walk(others, other, [8, 9])
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "moonlight"])
+def test_codes_and_float32_load_into_each_other(mars_type):
+    (params, coded), (others, wide) = (
+        built(mars_type, state_dtype=dtype) for dtype in (CODED, None)
+    )
+    walk(params, coded), walk(others, wide)
+    before = copy.deepcopy(wide.state_dict())
+    wide.load_state_dict(coded.state_dict())
+    for n, p in params.items():
+        for key, value in wide.state[others[n]].items():
+            codes = coded.state[p][key]
+            assert value.dtype == F32 and SCALE not in key
+            if codes.dtype == CODED:
+                scales = coded.state[p][key + SCALE]
+                codes = decode(codes, scales, key == "exp_avg_sq")
+            assert torch.equal(value, codes), (n, key)
+    coded.load_state_dict(before)  # to nearest
+    for n, p in params.items():
+        for key, value in coded.state[p].items():
+            if value.dtype != CODED:
+                continue
+            x = before["state"][[*params].index(n)][key]
+            scales, are_squares = coded.state[p][key + SCALE], key == "exp_avg_sq"
+            far = (decode(value, scales, are_squares) - x).abs()
+            assert (far <= 0.51 * step_of(x, scales, are_squares)).all()
+
+
+def test_codes_without_scales_are_refused():
+    params, optimizer = built()
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["state"][0]["exp_avg" + SCALE]
+    with pytest.raises(ValueError, match=r"got a tensor of torch.int8 as 'exp_avg'"):
+        optimizer.load_state_dict(saved)
+
+
+def test_state_of_torch_becomes_codes_and_goes_back():
+    params = {n: nn.Parameter(x) for n, x in tree(0).items()}
+    theirs = torch.optim.AdamW(params.values(), lr=LR)
+    for t in range(STEPS):
+        give(params, t)
+        theirs.step()
+    others, ours = built("adamw", {n: p.detach().clone() for n, p in params.items()})
+    ours.load_state_dict([theirs.state_dict()])
+    _, back = marsopt.to_torch(ours)
+    for n, p in params.items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            x, found = theirs.state[p][key], back.state[others[n]][key]
+            assert found.dtype == F32
+            assert (found - x).norm() < 0.02 * x.norm()
+    give(params, 9), give(others, 9)
+    theirs.step(), back.step()
+    assert back.state[others["tall"]]["step"] == STEPS + 1
+
+
+def test_a_parameter_that_changes_its_layout_keeps_its_averages():
+    params, optimizer = built("adamw")
+    walk(params, optimizer)
+    p = params["tall"]
+    state = optimizer.state[p]
+    m = decode(state["exp_avg"], state["exp_avg" + SCALE], False)
+    p.data = p.data.mT.contiguous().mT
+    give(params, 5)
+    before = m.clone()
+    optimizer.step()
+    state = optimizer.state[p]
+    assert state["exp_avg"].dtype == F32 and "exp_avg" + SCALE not in state
+    torch.testing.assert_close(state["step"], torch.tensor(STEPS + 1.0))
+    wanted = torch.lerp(before, p.grad * optimizer_clip(optimizer), 0.1)
+    torch.testing.assert_close(state["exp_avg"], wanted, rtol=1e-4, atol=1e-6)
+
+
+def optimizer_clip(optimizer):
+    return min(1.0, 3.0 / float(optimizer.grad_norm + 1e-6))
+
+
+# ---- refused -------------------------------------------------------------------------
+
+
+def test_what_is_refused():
+    for build in (partial(marsopt.rule, "mars-adamw"), marsopt.mars):
+        with pytest.raises(ValueError, match=r"got h_dtype=torch.int8, expected a fl"):
+            build(h_dtype=torch.int8)
+        with pytest.raises(ValueError, match=r"got state_dtype=torch.uint8, expected"):
+            build(state_dtype=torch.uint8)
+    rule = marsopt.rule("adamw", **INT8)
+    plain = marsopt.rule("adamw")
+    params = {"w": torch.ones(64, 64)}
+    with pytest.raises(ValueError, match=r"got a state without m_scale, expected one"):
+        rule.step(params, params, plain.init(params), lr=LR)
+    with pytest.raises(ValueError, match=r"got a state of \['m', 'm_scale'"):
+        plain.step(params, params, rule.init(params), lr=LR)
