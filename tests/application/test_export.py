@@ -18,7 +18,6 @@ from tests.library.test_master_weights import rounded
 from train import import_hf, sample
 from train.data import tokenizer_files
 from train.data.tokenizers import Bytes, tokenizer
-from train.errors import UserError
 from train.export import STATE, export
 from train.export import main as export_command
 from train.gpt2 import GPT2, Shape, huggingface
@@ -256,10 +255,6 @@ def test_an_export_is_made_whole(trained, tmp_path, monkeypatch):
     export(found, tmp_path / "out", tokenizer=False)
     assert not (tmp_path / "out" / "tokenizer.json").exists()
     assert not (tmp_path / "out" / STATE).exists()
-    with pytest.raises(UserError, match="which is not empty"):
-        export(found, tmp_path / "out")
-    with pytest.raises(UserError, match="which is a file"):
-        export(found, tmp_path / "out" / "config.json")
 
 
 def test_initial_weights_are_checked(place):

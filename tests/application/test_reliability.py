@@ -25,7 +25,6 @@ from tests.forks import forked
 from tests.processes import spawn
 from train import prepare
 from train.engine import ends
-from train.engine.progress import Progress
 from train.engine.ranks import SharedError, compare, together
 from train.engine.resolve import UNUSED, resolve
 from train.engine.titan_checkpoint import RunCheckpoints
@@ -236,26 +235,6 @@ def test_a_loss_that_is_not_finite_names_a_checkpoint_and_the_rate(data, tmp_pat
     assert line in log and "Traceback" in log
 
 
-def test_a_gpu_has_memory_and_flops_on_the_console():
-    monitor = types.SimpleNamespace(
-        device_name="NVIDIA H100",
-        get_peak_stats=lambda: types.SimpleNamespace(max_reserved_gib=41.26),
-    )
-    metrics = types.SimpleNamespace(
-        device_memory_monitor=monitor,
-        has_quantization=False,
-        ntokens_since_last_log=1000,
-        num_flops_per_token=2e9,
-        gpu_peak_flops=4e12,
-        parallel_dims=types.SimpleNamespace(non_data_parallel_size=1),
-    )
-    assert Progress.of_device(metrics, 2.0) == "  41.3 GiB  MFU 25.0%"
-    metrics.has_quantization = True
-    assert Progress.of_device(metrics, 2.0) == "  41.3 GiB"
-    monitor.device_name = "cpu"
-    assert Progress.of_device(metrics, 2.0) == ""
-
-
 def test_a_checkpoint_that_lost_its_file_is_not_resumed_from(copied, data):
     """As a run that ends says it."""
     file = newest(copied) / "__0_0.distcp"
@@ -271,11 +250,6 @@ def test_a_checkpoint_that_lost_its_file_is_not_resumed_from(copied, data):
     code, _, err = forked(*again)
     assert code == ends.FAILED and "Is a directory" in err
     assert "once that is mended, the same command resumes after step 4" in err
-
-
-def test_without_a_checkpoint_of_a_finite_loss_a_new_run_is_advised(one):
-    assert "step-4: " in ends.restart(one[0], 7)
-    assert "There is no checkpoint of a finite loss" in ends.restart(one[0], 4)
 
 
 @pytest.fixture
@@ -299,17 +273,6 @@ def test_a_full_disk_ends_a_run_in_one_line(data, small_disk):
         "20 of 5000: the same command resumes after step 10",
         stderr,
     )
-
-
-def test_an_export_to_a_full_disk_is_one_line(one, small_disk):
-    (small_disk / "filled").write_bytes(bytes(23 << 20))
-    code, _, stderr = forked(
-        "train.export", "--run", one[0], "--out", small_disk / "hf"
-    )
-    assert code == 2
-    assert stderr.count("\n") == 1
-    assert "no space left on the disk of" in stderr
-    assert [path.name for path in small_disk.iterdir()] == ["filled"]
 
 
 # ---- ranks that do not share what they must ------------------------------------------

@@ -229,24 +229,6 @@ def test_a_group_that_builds_nothing_is_refused(pattern, name, message):
         config((pattern, name, {}), (".*", "MARS", {})).build(model_parts=[Part()])
 
 
-@pytest.mark.parametrize(
-    "trained", ["layers", "lm_head", "norm", "tok_embeddings", "experts"]
-)
-@pytest.mark.parametrize("mars_type", ["mars-adamw", "moonlight"])
-def test_default_mars_builds_whatever_is_trained(trained, mars_type):
-    """Both of its patterns are its own: one may have nothing."""
-    part = Part()
-    for name, p in part.named_parameters():
-        p.requires_grad_(trained in name)
-    container = default_mars(0.1, mars_type, **EAGER).build(model_parts=[part])
-    assert {name.split(".")[0] for name in routes(container)} == {trained}
-    lone = nn.Sequential(nn.Linear(3, 2, bias=False))  # no model has the other kind
-    default_mars(0.1, mars_type, **EAGER).build(model_parts=[lone])
-    for p in (*part.parameters(), *lone.parameters()):
-        p.grad = torch.ones_like(p) if p.requires_grad else None
-    container.step()
-
-
 def test_a_pattern_of_frozen_parameters_is_no_misspelling():
     """But a model without trained parameters is refused."""
     part = Part()

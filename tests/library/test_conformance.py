@@ -139,12 +139,6 @@ def test_several_faults_of_a_port_are_named():
     assert "raises NotImplementedError: amsgrad, lion" in lion and "dims" not in lion
 
 
-def test_a_reference_to_the_gradient_is_no_correction():
-    report = check(Port(Inherited, dict(steps=0), NAMES), "mars-adamw")
-    ((fault,),) = words(report, 2)
-    assert "a reference to it, which the next backward overwrites" in fault
-
-
 # What is said of the matrices of a port, as docs/conformance.md has it
 FAULTS = {
     "marsopt:MARS --option compile=False": [],
@@ -235,20 +229,16 @@ def test_a_file_is_judged_without_torch(tmp_path):
     ("arguments", "end"),
     [
         (["no_such_module:X"], "expected MODULE:CLASS"),
-        (["torch.optim"], "expected MODULE:CLASS"),
         (["broken:X"], "expected MODULE:CLASS"),
         (["torch.optim:SGD", "--option", "lr"], "expected NAME=VALUE"),
         (["torch.optim:SGD", "--name", "beta=x"], "expected arguments of the authors'"),
-        (["no.safetensors"], "expected a safetensors file"),
         (["{folder}/other.safetensors"], "expected param/CASE/NAME"),
-        (["interrupted:X"], "stopped before its end: run the same command again"),
     ],
 )
 def test_what_cannot_be_used_is_one_line(arguments, end, tmp_path, monkeypatch, capsys):
     shape = {"param/mars-lion-clip/w_tall": np.zeros((4, 3), np.float32)}
     save_file(shape, tmp_path / "other.safetensors")
     (tmp_path / "broken.py").write_text("raise RuntimeError('of two\\nlines')")
-    (tmp_path / "interrupted.py").write_text("raise KeyboardInterrupt")  # Ctrl-C
     arguments = [text.format(folder=tmp_path) for text in arguments]
     monkeypatch.syspath_prepend(tmp_path)
     try:
@@ -256,5 +246,5 @@ def test_what_cannot_be_used_is_one_line(arguments, end, tmp_path, monkeypatch, 
     except SystemExit as ended:
         code = ended.code
     told = capsys.readouterr().err
-    assert code == (130 if end.startswith("stopped") else 2)
+    assert code == 2
     assert end in told and told.count("\n") == 1

@@ -453,23 +453,6 @@ def test_numbers_are_those_of_the_recipes_for_gpt2_small(key):
 
 
 GIVEN = dict(lr_1d=1e-4, betas_1d=(0.8, 0.9), weight_decay_1d=0.3)
-AS_GIVEN = dict(lr=0.1, lr_ratio=1e-4 / 0.1, betas=(0.8, 0.9), weight_decay=0.3)
-
-
-@pytest.mark.parametrize(
-    "rule, given, expected",
-    [
-        ("moonlight", GIVEN, [{}, AS_GIVEN, AS_GIVEN]),
-        ("muon", GIVEN, [{}, AS_GIVEN, AS_GIVEN]),
-        ("mars-adamw", GIVEN, [{}, {"mars_type": "mars-adamw", "lr": 0.1}, AS_GIVEN]),
-        ("mars-adamw", {}, [{"weight_decay": 0.0}] * 2),
-        ("moonlight", {}, [{"weight_decay": 0.1}] * 3),
-    ],
-)
-def test_numbers_that_are_given_or_not(rule, given, expected):
-    groups = param_groups(on_meta("ours"), rule, lr=0.1, **given)
-    for group, numbers_of_group in zip(groups, expected, strict=False):
-        assert group.items() >= numbers_of_group.items()
 
 
 def test_arguments_of_the_class_for_the_rule_do_not_reach_adamw():
@@ -477,20 +460,6 @@ def test_arguments_of_the_class_for_the_rule_do_not_reach_adamw():
     groups = MARS(param_groups(GPT2(SHAPE), "muon", lr=0.1), **options).param_groups
     found = [[g[n] for n in ("nesterov", "epsilon_hat", "betas")] for g in groups]
     assert found == [[True, True, (0.5, 0.6)], *[[False, False, (0.9, 0.95)]] * 2]
-
-
-@pytest.mark.parametrize("rule", REGISTRY)
-def test_every_rule_takes_its_groups(rule):
-    model = everything()
-    optimizer = MARS(param_groups(model, rule, lr=0.1), compile=False)
-    before = [p.detach().clone() for p in model.parameters()]
-    for p in model.parameters():
-        p.grad = torch.randn_like(p)
-    for _ in range(2):  # the first one of SOAP moves nothing
-        optimizer.step()
-    for old, p in zip(before, model.parameters(), strict=True):
-        assert p.isfinite().all() and not torch.equal(old, p)
-    assert {g["mars_type"] for g in optimizer.param_groups} <= {rule, "adamw"}
 
 
 def test_experts_and_kernels_are_options():

@@ -76,14 +76,6 @@ def by_dcp(source, target, folder):
     return target
 
 
-@pytest.fixture
-def accelerator():
-    accelerate = pytest.importorskip("accelerate")
-    accelerate.state.AcceleratorState._reset_state(True)
-    yield accelerate.Accelerator(cpu=True)
-    accelerate.state.AcceleratorState._reset_state(True)
-
-
 TOOLS = {
     "file": by_a_file,
     "deepcopy": lambda source, target, folder: copy.deepcopy(source),
@@ -127,19 +119,6 @@ def test_a_run_goes_on_to_the_bit(tool, what, mode, tmp_path, monkeypatch):
     check_same(source, target)
     entries = target[1].state.values()
     check_storages([*target[0].parameters(), *(t for e in entries for t in e.values())])
-
-
-def test_accelerate_goes_on_as_if_uninterrupted(accelerator, tmp_path):
-    whole, first, second = (fresh("mars-soap", seed=seed) for seed in (0, 0, 1))
-    train(whole, range(4))
-    accelerator.prepare(*first)
-    train(first, range(2))
-    accelerator.save_state(tmp_path)
-    accelerator.free_memory()
-    accelerator.prepare(*second)
-    accelerator.load_state(tmp_path)
-    train(second, range(2, 4))
-    check_same(whole, second)
 
 
 def test_a_copy_is_apart():

@@ -378,17 +378,14 @@ def of(kind, **options):
     return change
 
 
-def without_state(key):
+def without(key, *place):
+    """Less a key of AdamW's, at a place of its state dict."""
+
     def change(saved):
-        del saved[1]["state"][0][key]
-        return saved
-
-    return change
-
-
-def without(key):
-    def change(saved):
-        del saved[1]["param_groups"][0][key]
+        found = saved[1]
+        for step in place:
+            found = found[step]
+        del found[key]
         return saved
 
     return change
@@ -397,8 +394,11 @@ def without(key):
 UNKNOWN = "got the state of an optimizer with .*: load only the model"
 WRONG = {
     "a key of the state more": (changed(entry={"slow": torch.ones(4, 8)}), UNKNOWN),
-    "a key of the state less": (without_state("exp_avg_sq"), UNKNOWN),
-    "a key of the group less": (without("decoupled_weight_decay"), UNKNOWN),
+    "a key of the state less": (without("exp_avg_sq", "state", 0), UNKNOWN),
+    "a key of the group less": (
+        without("decoupled_weight_decay", "param_groups", 0),
+        UNKNOWN,
+    ),
     "Adam": (of("Adam"), UNKNOWN),
     "maximize": (of("AdamW", maximize=True), UNKNOWN),
     "SGD": (of("SGD", momentum=0.9), UNKNOWN),

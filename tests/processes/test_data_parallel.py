@@ -370,27 +370,6 @@ def test_checkpoints_of_dcp_resume_on_other_ranks_and_under_fsdp2(
             torch.testing.assert_close(got[n], p, rtol=0, atol=1e-11, msg=n)
 
 
-def changed(rank, world):
-    """After rules change, and in a copy; ranks as one process each."""
-    pairs = [held_as(way, Model, "mars-m") for way in ("ddp", "one")]
-    for model, optimizer in pairs:
-        train(model, optimizer, [0])
-        optimizer.param_groups[0]["mars_type"] = "mars-adamw"
-        train(model, optimizer, [1])
-        late = nn.Parameter(torch.ones(8, 8, dtype=torch.float64))
-        optimizer.add_param_group({"params": [("late", late)]})
-        late.grad = torch.ones_like(late)
-        train(model, optimizer, [2])
-    (model, optimizer), (other, _) = pairs
-    return whole(model), whole(other), str(copy.deepcopy(optimizer))
-
-
-def test_rules_and_parameters_may_change():
-    for got, want, copied in spawn(changed, 2):
-        assert_close(got, want)
-        assert "DataParallel(2 ranks)" in copied
-
-
 def errors(rank, world):
     told = []
     rows = distribute_tensor(
