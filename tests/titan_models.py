@@ -39,13 +39,11 @@ from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAt
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
-from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
 from torchtitan.protocols.module import Module
 from torchtitan.trainer import Trainer
 
 MODELS: dict[str, Callable[[], Trainer.Config]] = {
     "llama3": llama3_debugmodel,
-    "qwen3": qwen3_debugmodel,  # the output head is the embedding
     "deepseek_v3": deepseek_v3_debugmodel,  # the second block is a mixture of experts
 }
 NUM_BLOCKS, SEQ_LEN, STEPS = 2, 32, 5

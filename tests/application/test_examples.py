@@ -22,8 +22,6 @@ from tests.forks import forked
 from train import prepare
 from train.engine.schedule import cosine
 
-ROOT = Path(__file__).parents[2]
-
 
 def read(out):
     """The losses in what an example has printed, and its held-out loss."""
@@ -206,13 +204,6 @@ def test_foreign_trainers_do_what_the_plain_loop_does(command, tmp_path, played)
     shutil.rmtree(saved) if saved.is_dir() else saved.unlink()
     rest, again = read(played(name, tmp_path, *options))
     assert 0 < len(rest) < 6 and rest == losses[-len(rest) :] and again == held_out
-
-
-@pytest.mark.parametrize("name", TRAINERS)
-def test_foreign_trainers_are_a_page_with_a_mark(name):
-    lines = (ROOT / "examples" / f"{name}.py").read_text().splitlines()
-    assert len(lines) <= 60
-    assert any(line.endswith("  # 1") for line in lines)
 
 
 # what torchrun tells the one process that it starts

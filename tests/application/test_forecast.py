@@ -120,15 +120,6 @@ def test_flops_of_newton_schulz():
         assert counter.get_total_flops() == CLOSE(flops, rel=0.02)
 
 
-def test_replicas():
-    """Without shards they share nothing; with shards each sends fewer bytes."""
-    (job,) = models.jobs("gpt2-small", ["muon"])
-    assert forecast(job, 8, replicas=8) == forecast(job, 1)
-    alone, shared = forecast(job, 8), forecast(job, 32, replicas=4)
-    assert shared.state == alone.state
-    assert shared.sent < alone.sent
-
-
 def test_matrices_beside_the_rule_have_adamws_state():
     """12 x 8 and 8: AdamW's two buffers; 8 x 12: one momentum."""
     shapes = {"wte.weight": (12, 8), "b": (8, 12), "c": (8,)}

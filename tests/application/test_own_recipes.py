@@ -89,27 +89,13 @@ def test_the_recipe_that_the_page_shows(house, monkeypatch, capsys):
         ("none_here", "got --module none_here, of which there is no none_here"),
         ("json.mine", "of which there is no json.mine, expected a module of recipes"),
         ("mine.py/x", "write its name as in import"),
-        (".mine", "write its name as in import"),
-        ("", "write its name as in import"),
-        ("a\0b", "write its name as in import"),
         ("bare", "got --module bare without names in __all__"),
         ("absent", "got --module absent, whose __all__ names 'mine', which is no fun"),
-        ("value", "got --module value, whose __all__ names 'mine', which is no func"),
-        ("numbers_", "got --module numbers_, whose __all__ names 3, which is no func"),
     ],
 )
 def test_modules_without_recipes(tmp_path, monkeypatch, module, said):
     (tmp_path / "bare.py").write_text("x = 1")
     (tmp_path / "absent.py").write_text("__all__ = ['mine']")
-    (tmp_path / "value.py").write_text("__all__ = ['mine']; mine = 3")
-    (tmp_path / "numbers_.py").write_text("__all__ = [3]")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=re.escape(said)):
         parse(["--config", "tiny_adamw", "--module", module])
-
-
-def test_what_a_module_lacks_itself_is_shown_as_python_shows_it(tmp_path, monkeypatch):
-    (tmp_path / "broken.py").write_text("import nothing_of_this_name")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="nothing_of_this_name"):
-        parse(["--config", "tiny_adamw", "--module", "broken"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -26,20 +24,6 @@ def test_plans_are_deterministic_and_complete():
     assert sorted(i for part in owned for i in part) == list(range(len(LARGE)))
     assert all(len(bucket) == 7 and all(bucket) for bucket in first)
     assert planned_by([], 7, NS) == []
-
-
-@pytest.mark.parametrize(("ranks", "buckets"), [(7, 7), (8, 6), (36, 2), (64, 2)])
-def test_a_bucket_is_of_32_mb_and_of_two_matrices_of_each_owner(ranks, buckets):
-    """Of GPT-2 large a rank sends 1.4 GB over the number of ranks."""
-    assert len(planned_by(LARGE, ranks, NS)) == buckets
-    assert len(planned_by(LARGE[:8], 2, NS)) == 2  # below 64 MB, so that they overlap
-
-
-def test_a_thousand_shapes_on_a_thousand_ranks_are_planned_in_a_second():
-    shapes = [Matrix(128 + i, 8192 - 7 * i, 0) for i in range(1000)]
-    start = time.process_time()
-    planned_by(shapes, 1024, NS)
-    assert time.process_time() - start < 1
 
 
 def test_longest_processing_time_first():
@@ -99,12 +83,9 @@ def test_a_recipe_is_planned_for_several_numbers_of_gpus():
     [
         (("--model", "llama"), "got model llama, expected one of gpt2-small"),
         (("--model", "gpt2-xl", "--rules", "sgd"), "got rule sgd, expected one of"),
-        (("--model", "gpt2-xl", "--rules", "adamw-exact"), "got rule adamw-exact, ex"),
-        (("--model", "gpt2-xl", "--ranks", "8", "0"), "got --ranks 0, expected at"),
         (("--config", "none"), "got --config none, expected one"),
         (("--config", "tiny_muon", "--rules", "muon"), "got --rules with --config"),
         (("--config", "tiny_muon", "--ranks", 8, "--replicas", "3"), "got 8 ranks and"),
-        (("--model", "gpt2-xl", "--replicas", "0"), "got --replicas 0, expected at"),
     ],
 )
 def test_what_cannot_be_planned(args, told):

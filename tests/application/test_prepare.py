@@ -268,16 +268,3 @@ def test_a_share_of_the_files_is_held_out_whole(tmp_path):
     assert 4 <= len(val) <= 20
     with pytest.raises(UserError, match="got --val-files and --val-fraction with"):
         given(val_files=0.3, val_fraction=0.3)
-
-
-def test_a_held_out_file_is_in_no_other_split(tmp_path, monkeypatch):
-    """However its path is written; and a file that is named twice counts once."""
-    (tmp_path / "texts").mkdir()
-    for name in "ab":
-        (tmp_path / "texts" / f"{name}.txt").write_text(f"text {name}\n")
-    monkeypatch.chdir(tmp_path)
-    held_out = [tmp_path / "texts" / ".." / "texts" / "b.txt"]
-    files = [Path("texts"), Path("texts/a.txt")]
-    meta = prepare("text", "bytes", tmp_path / "out", files=files, held_out=held_out)
-    sizes = meta.train.text_bytes, meta.val.text_bytes
-    assert sizes == (len("text a\n"), len("text b\n"))

@@ -34,7 +34,7 @@ RULES = {
     "mars-m": default_mars(mars_type="mars-m", lr=3e-3, **EAGER),
 }
 # each model and each rule: a matrix rule where experts are stacks
-JOBS = [("llama3", "mars-adamw"), ("qwen3", "mars-m"), ("deepseek_v3", "mars-m")]
+JOBS = [("llama3", "mars-adamw"), ("deepseek_v3", "mars-m")]
 
 
 @pytest.fixture(scope="module")
@@ -259,14 +259,6 @@ def test_options_of_the_whole_optimizer_may_stand_in_groups_that_agree():
     build_mars([dict(params=[], ns_dtype="float32")], ns_dtype=torch.float32)
     with pytest.raises(ValueError, match="expected the name of a dtype"):
         build_mars([dict(params=[], ns_dtype="float31")])
-
-
-def test_what_default_mars_is_given_holds_for_embeddings_too():
-    given = dict(cautious_weight_decay=True, eps=1e-6)
-    for group in default_mars(**given).param_groups:
-        assert given.items() <= group.optimizer_kwargs.items()
-    with pytest.raises(TypeError, match=r"got \['nonsense'\]"):
-        default_mars(nonsense=1)
 
 
 def test_a_recipe_may_name_its_own_groups():

@@ -111,32 +111,6 @@ def test_a_parameter_may_be_cast_and_not_resized(mode):
 # ---- options that reach where they should --------------------------------------------
 
 
-def test_gamma_of_a_step_overrides_the_rules():
-    x, g = [torch.randn(4, 4)], [torch.randn(4, 4)]
-    one = marsopt.rule("mars-adamw", gamma=0.3)
-    two = marsopt.rule("mars-adamw", gamma=0.025)
-    _, state = one.step(x, g, one.init(x), lr=LR)
-    g = [torch.randn(4, 4)]
-    a, _ = one.step(x, g, state, lr=LR)
-    b, _ = two.step(x, g, state, lr=LR, gamma=0.3)
-    c, _ = two.step(x, g, state, lr=LR)
-    assert torch.equal(a[0], b[0])
-    assert not torch.equal(a[0], c[0])
-
-
-def test_state_dtype_reaches_the_rest_and_nesterov_matters():
-    rule = marsopt.mars(state_dtype=torch.float64)
-    state = rule.init([torch.zeros(2, 2), torch.zeros(2)])
-    assert state["rest"].m[1].dtype == torch.float64
-    x, g = [torch.randn(4, 6)], [torch.randn(4, 6)]
-    found = []
-    for nesterov in (True, False):
-        muon = marsopt.rule("muon", nesterov=nesterov)
-        y, state = muon.step(x, g, muon.init(x), lr=LR)
-        found.append(muon.step(y, [torch.ones(4, 6)], state, lr=LR)[0][0])
-    assert not torch.equal(*found)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

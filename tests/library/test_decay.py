@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import marsopt
 from marsopt import MARS, REGISTRY
@@ -148,17 +147,6 @@ def test_forty_steps_compile_once_and_equal_eager(mars_type, backend, monkeypatc
     torch.testing.assert_close(plain, fast, rtol=1e-9, atol=1e-12)
 
 
-def test_it_changes_between_steps_like_a_number():
-    params = parameters()
-    optimizer = optimizer_of(params, "adamw")
-    for log_time in (3.0, None, torch.tensor(5.0), 7):
-        optimizer.param_groups[0]["log_time"] = log_time
-        fill(params, 0)
-        optimizer.step()
-    (p,) = params[:1]
-    assert float(optimizer.state[p]["step"]) == 4
-
-
 def test_a_parameter_counts_its_own_steps():
     """A later group starts with a short memory beside an older one."""
     params, late, apart = parameters(), parameters(1), parameters(1)
@@ -173,25 +161,6 @@ def test_a_parameter_counts_its_own_steps():
         optimizer.step()
         alone.step()
     torch.testing.assert_close(late, apart)
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        lambda o: LambdaLR(o, lambda t: 1 / (1 + t)),
-        lambda o: OneCycleLR(o, max_lr=0.1, total_steps=10),  # which cycles the caps
-    ],
-    ids=["LambdaLR", "OneCycleLR"],
-)
-def test_schedules_go_on_beside_it(schedule):
-    params = parameters()
-    optimizer = optimizer_of(params, "moonlight")
-    scheduler = schedule(optimizer)
-    for t in range(3):
-        fill(params, t)
-        optimizer.step()
-        scheduler.step()
-    assert [group["log_time"] for group in optimizer.param_groups] == [3.0]
 
 
 def test_for_model_gives_it_to_both_parts():

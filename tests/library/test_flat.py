@@ -114,18 +114,3 @@ def test_a_rule_on_stacks_is_the_rule_on_leaves(row):
         torch.testing.assert_close(flat.unpack(), x, **CLOSE)
     for name in rule.matrix.kept:
         torch.testing.assert_close(t.buffers[name].unpack(), s.buffers[name], **CLOSE)
-
-
-def test_exact_mode_takes_a_flat_reference():
-    rule = marsopt.rule("mars-adamw", is_approx=False)
-    x, g, h = (tensors(SHAPES, i) for i in range(3))
-    one, _ = rule.step(x, g, rule.init(x), lr=LR, reference=h)
-    flat = FlatGroup.pack(x)
-    two, _ = rule.step(
-        flat,
-        FlatGroup.pack(g),
-        rule.init(flat),
-        lr=LR,
-        reference=FlatGroup.pack(h),
-    )
-    torch.testing.assert_close(two.unpack(), one, **CLOSE)

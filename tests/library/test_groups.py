@@ -240,16 +240,6 @@ def test_names_are_understood_as_they_are_written_elsewhere():
     assert str(marsopt.mars(mars_type="mars_m").matrix) == "mars-m"
 
 
-def test_nesterov_is_an_option_of_rules_that_have_one():
-    (a,), (b,) = parameters(MATRIX), parameters(MATRIX)
-    one = mars([a], mars_type="adamw", nesterov=True, lr=0.1)
-    two = mars([b], mars_type="nadamw", lr=0.1)
-    walk(one, [a]), walk(two, [b])
-    torch.testing.assert_close(a, b, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="got nesterov=True with mars_type='lion'"):
-        mars([a], mars_type="lion", nesterov=True)
-
-
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "muon", "lion"])
 def test_a_cautious_optimizer_is_so_beside_the_rule_unless_a_group_says_no(mars_type):
     groups = [dict(params=parameters(MATRIX, VECTOR)) for _ in range(2)]

@@ -7,7 +7,6 @@ import gc
 import pickle
 import weakref
 from functools import partial
-from inspect import signature
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from torch.optim import lr_scheduler
 from torch.utils.flop_counter import FlopCounterMode
 
 from marsopt import MARS
-from marsopt.functional.authors import all_options
 from tests import stacking
 from tests.stacking import build, copies, equal, fill, forced, run, traced
 
@@ -83,17 +81,6 @@ def test_state_of_others_is_saved_and_loaded_as_torch_does(mode):
     for (slow, z), (want, z_want) in zip(*found, strict=True):
         assert slow.dtype == want.dtype and torch.equal(slow, want)
         assert z["n"] == z_want["n"] and torch.equal(z["of"], z_want["of"])
-
-
-def test_state_of_no_parameter_is_kept_saved_and_loaded(mode):
-    params, others = parameters(), parameters()
-    optimizer, other = (build(each, mode, lr=LR) for each in (params, others))
-    optimizer.state["seen"] = {"tokens": 5}
-    run(optimizer, params, range(2))
-    assert optimizer.state["seen"] == {"tokens": 5}
-    other.load_state_dict(optimizer.state_dict())
-    run(other, others, [2])
-    assert other.state["seen"] == {"tokens": 5}
 
 
 # ---- loading -----------------------------------------------------------------------
@@ -347,12 +334,6 @@ def test_a_group_may_repeat_an_option_and_not_change_it(name):
     ):
         with pytest.raises(ValueError, match=f"{name}.* in a param group"):
             add()
-
-
-def test_defaults_repeated_in_a_group_are_accepted():
-    listed = {**all_options(), **signature(MARS).parameters}
-    group = {name: listed[name].default for name in OPTIONS}
-    MARS([{"params": parameters(), **group}])
 
 
 # ---- one parameter twice -----------------------------------------------------------

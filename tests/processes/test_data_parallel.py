@@ -378,6 +378,7 @@ def errors(rank, world):
     options = dict(collectives=DataParallel(), compile=False)
     for what in (
         lambda: MARS([nn.Parameter(rows)], **options),
+        lambda: MARS([nn.Parameter(rows)], compile=False),
         lambda: pickle.dumps(MARS([nn.Parameter(torch.ones(4, 2))], **options)),
     ):
         try:
@@ -388,8 +389,9 @@ def errors(rank, world):
 
 
 def test_errors_say_what_to_do():
-    for sharded, pickled in spawn(errors, 2, seconds=60):
-        assert "pass collectives=MeshCollectives(mesh)" in sharded
+    for sharded, without, pickled in spawn(errors, 2, seconds=60):
+        for told in (sharded, without):
+            assert "pass collectives=MeshCollectives(mesh)" in told
         assert "expected its state_dict()" in pickled
 
 
