@@ -73,17 +73,12 @@ class Option(NamedTuple):
     beta: int | None = None
 
     @property
-    def may_be_none(self) -> bool:
-        """Whether None is a value; else it is the rule's own."""
-        return type(None) in get_args(self.hint)
-
-    @property
     def is_optional(self) -> bool:
-        """Whether None stands for the rule's own: of structure, and of a number that
-        is on or off by default.
+        """Whether None selects the rule's default, of structure and of a number that is
+        on or off by default, since it is no value.
         """
         is_structure = not self.is_number or isinstance(self.default, bool)
-        return is_structure and not self.may_be_none
+        return is_structure and type(None) not in get_args(self.hint)
 
     @property
     def is_dtype(self) -> bool:
