@@ -1,5 +1,6 @@
 """The binding of an optimizer: the one place that knows memory. It holds parameters,
-gradients and state as the groups of a step, and says when they have changed.
+gradients and state as the groups of a step, with the numbers of param groups as tables
+(G, K), and says when any of these have changed.
 """
 
 from __future__ import annotations
@@ -16,21 +17,32 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from marsopt.functional.buffers import (
-    buffer_shape,
-    entries_at_owner,
-    owned_leaves,
-    start_at_owner,
-    start_beside,
+from marsopt.functional.authors import REST
+from marsopt.functional.buffers import entries_at_owner
+from marsopt.optim.attach import (
+    attach,
+    attach_owned,
+    check_state,
+    drop_unstepped,
+    held_steps,
+    view_steps,
 )
-from marsopt.optim.groups import check_group, kinds_of, labels, takes_part
-from marsopt.optim.loading import as_tensor
-from marsopt.optim.numbers import Row, Table
-from marsopt.optim.state_dict import STAGE_COUNT, State, in_form_of
-from marsopt.rules.component import Algorithm, Buffer, MatrixCost, owned_shapes
+from marsopt.optim.groups import (
+    check_group,
+    kinds_of,
+    labels,
+    options_of_group,
+    takes_part,
+    values_of,
+)
+from marsopt.optim.state_dict import STAGE_COUNT, State
+from marsopt.rules import checks
+from marsopt.rules.checks import Number
+from marsopt.rules.component import Algorithm, MatrixCost
 from marsopt.rules.formats import CODED, check_piece
-from marsopt.rules.numerics import working, working_dtype
-from marsopt.rules.registry import STATE_KEYS
+from marsopt.rules.numerics import scalar_dtype, working, working_dtype
+from marsopt.rules.options import options_of
+from marsopt.rules.registry import named
 from marsopt.step import kernels
 from marsopt.step.decide import Decision, Inputs, num_columns
 from marsopt.step.leaf import (
@@ -46,11 +58,185 @@ from marsopt.step.leaf import is_dense as is_memory
 from marsopt.step.owners import LOCAL, Collectives, OwnerBuffer, Tensors
 from marsopt.step.step import Gradients, Group, MatrixLeaves, exchanges_of
 
+LR = ("lr", "lr_ratio", "lr_1d_ratio")  # keys whose product is a learning rate
 PATTERNS = 64  # of missing gradients that are kept: a mixture of experts has no end
 
 # of many tensors each is read by ``map``: a loop of Python takes three times as long
 GRAD, LAYOUT, SHAPE = map(attrgetter, ("grad", "layout", "shape"))
 DTYPE, PARAMS = attrgetter("dtype"), itemgetter("params")
+
+
+# ---- numbers of param groups ---------------------------------------------------------
+
+
+class Row:
+    """The numbers of a param group's matrices, or of its other tensors: a row of their
+    formula's table, read from the group itself.
+
+    Args:
+        group: a param group, with all hyperparameters.
+        is_matrix: whether it is the row of matrices.
+        options: the constructor's options.
+
+    Raises:
+        ValueError: a hyperparameter out of its range.
+    """
+
+    def __init__(
+        self, group: Mapping[str, Any], is_matrix: bool, options: Mapping[str, Any]
+    ) -> None:
+        self.group, values = group, values_of(group, is_matrix)
+        algorithm = named(values["mars_type"]).algorithm({**options, **values})
+        self.algorithm = algorithm
+        is_of_rule = values["mars_type"] == group["mars_type"]
+        # A column after lr is a key of the group and a place in its pair, or a number.
+        self._sources: list[tuple[str, int | None] | Number] = []
+        defaults = algorithm.defaults(0.0, None)
+        lines = options_of(type(algorithm.preconditioner))
+        for (name, place), default in zip(algorithm.columns, defaults, strict=True):
+            key = name
+            if name in lines and lines[name].beta is not None:
+                key, place = "betas", lines[name].beta
+            if not is_matrix and group.get(f"{key}_1d") is not None:
+                key = f"{key}_1d"
+            elif group.get(key) is None or (key == "nesterov" and not is_of_rule):
+                self._sources.append(default)
+                continue
+            self._sources.append((key, place))
+        del self._sources[0]
+        known = options_of_group(group, options)
+        self._structure = [
+            key for key, line in known.items() if key in group and not line.is_number
+        ]
+        # Numbers that the formula does not read are checked, too.
+        self._lines = {
+            key: line
+            for key, line in known.items()
+            if line.is_number and key in group and not (is_matrix and key in REST)
+        }
+        self._names, self._form = set(group), self._present_form()
+        self._seen: list[Any] = [...] * len(self._lines)
+        self._plain: dict[str, Any] = {}
+        self.numbers: list[Number] = []
+        self.refresh()
+
+    def _present_form(self) -> list[Any]:
+        """Return the values that the formula depends on: structure; and None, True or
+        False in the place of a number.
+        """
+        values = list(map(self.group.get, self._structure))
+        for value in map(self.group.get, self._lines):
+            is_switch = value is None or value is True or value is False
+            values.append(value if is_switch else float)
+        return values
+
+    def fits(self) -> bool:
+        """Return whether the group has the keys, and the formula, of before."""
+        try:
+            is_same_form = self._present_form() == self._form
+        except (ValueError, RuntimeError):  # an array or tensor is neither true nor not
+            return False
+        return is_same_form and self.group.keys() == self._names
+
+    def refresh(self) -> bool:
+        """Take over the group's changes since the last call; return whether there may
+        be any. Tensors, lists and arrays count as changed: they may change in place,
+        and reading a tensor would sync.
+
+        Raises:
+            ValueError: a value out of its range.
+        """
+        group = self.group
+        latest = [group.get(key) for key in self._lines]
+        if all(map(is_, latest, self._seen)) and not any(map(_is_mutable, latest)):
+            return False
+        items = self._lines.items()
+        for (key, line), value, seen in zip(items, latest, self._seen, strict=True):
+            self._plain[key] = value = checks.plain(value)
+            if value is seen and not checks.can_read(value):
+                continue
+            if line.check and not (value is None and line.is_optional):
+                line.check(key, value)
+        rate: Number = 1.0
+        for key in LR:
+            if (factor := self._plain.get(key)) is not None:
+                rate = rate * factor
+        checks.at_least_zero("lr * lr_ratio", rate)
+        self.numbers = [rate]
+        for source in self._sources:
+            if isinstance(source, tuple):
+                key, place = source
+                value = self._plain[key]
+                self.numbers.append(value if place is None else value[place])
+            else:
+                self.numbers.append(source)
+        self._seen = latest
+        return True
+
+
+def _is_mutable(value: Any) -> bool:
+    """Return whether a value may change in place."""
+    if isinstance(value, tuple):
+        return any(map(_is_mutable, value))
+    return not isinstance(value, checks.PLAIN)
+
+
+class Table:
+    """The numbers of G rows of one formula, on the device.
+
+    Args:
+        rows: of the numbers.
+        device: of the parameters.
+    """
+
+    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
+        self.rows = rows
+        shape = len(rows), len(rows[0].numbers)
+        self.values = torch.zeros(shape, dtype=scalar_dtype(device), device=device)
+        self.send()
+
+    def send(self) -> None:
+        """Send all numbers, by one copy; tensors on the device are copied there.
+
+        Raises:
+            RuntimeError: a CUDA graph captures the step, and a number is a tensor on
+                the host.
+        """
+        rows, device = [row.numbers for row in self.rows], self.values.device
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            for row, numbers in zip(self.values.unbind(), rows, strict=True):
+                for cell, number in zip(row.unbind(), numbers, strict=True):
+                    put(cell, number)
+            return
+        plain = [[0.0 if isinstance(n, Tensor) else n for n in row] for row in rows]
+        host = torch.tensor(plain, dtype=self.values.dtype, device="cpu")
+        self.values.copy_(host, non_blocking=True)
+        for row, numbers in zip(self.values, rows, strict=True):
+            for column, number in enumerate(numbers):
+                if isinstance(number, Tensor):
+                    put(row[column], number)
+
+
+def put(cell: Tensor, value: Number) -> None:
+    """Write a number into a 0-D tensor; a tensor without a sync.
+
+    Raises:
+        RuntimeError: a CUDA graph captures it, and the tensor is on the host.
+    """
+    if isinstance(value, Tensor):
+        capturing = cell.is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing and not value.is_cuda:
+            raise RuntimeError(
+                f"got a hyperparameter as a tensor on {value.device} in a step that a "
+                f"CUDA graph captures, expected one on {cell.device}: a replay could "
+                "not read it; move it there, and change it in place"
+            )
+        cell.copy_(value.detach().reshape(()), non_blocking=True)
+    else:
+        cell.fill_(value)
+
+
+# ---- parameters and their state ------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -178,8 +364,8 @@ class Binding:
         """Give every parameter its state; allocate missing buffers."""
         state, before = self._state, self._before
         self._before = None
-        for member in self.members:
-            _attach(member, state, self.collectives)
+        for m in self.members:
+            m.state = attach(m.p, m.piece, m.algorithm, state, self.collectives)
         kinds: dict[MatrixCost, list[Member]] = {}
         for member in self.members:
             if member.algorithm.owned:
@@ -189,7 +375,10 @@ class Binding:
             before.publish_owned(state)
         for together in kinds.values():
             parts = None if before is None else before.parts_at_owners
-            _attach_owned(together, state, parts, self.collectives)
+            params = [(member.p, member.algorithm) for member in together]
+            buffers = attach_owned(params, state, parts, self.collectives)
+            for member, (owned, owns) in zip(together, buffers, strict=True):
+                member.owned, member.owns = owned, owns
         # last, for it holds the counts of all that has restarted
         self.groups = []
         for members in self._formulas:
@@ -198,7 +387,7 @@ class Binding:
         is_local = self.collectives is LOCAL
         is_batch = bool(self.params) and takes_batches(self.params[0].device, is_local)
         self.exchanges = exchanges_of(self.groups, is_local, is_batch)
-        _drop_unstepped(state, self._every)
+        drop_unstepped(state, self._every)
         self._held, self._bound_form = [*self._tensors()], self._form(self.param_groups)
         self._places = self._memory()
 
@@ -260,10 +449,10 @@ class Binding:
         params = [member.p for member in ordered]
         t = torch.zeros(len(params), dtype=torch.float32, device=device)
         if self.is_printed:
-            _view_steps(self._state, params, t)
+            view_steps(self._state, params, t)
             counts = list[Tensor](), list[Tensor]()
         else:
-            counts = list(t.unbind()), _held_steps(self._state, params, t[0])
+            counts = list(t.unbind()), held_steps(self._state, params, t[0])
         dtype = working_dtype(ordered[0].piece)
         index = index_of(singles)
         inputs = Inputs(algorithm, table.values, by_norm, index, t, dtype)
@@ -618,194 +807,3 @@ def _keys_of(algorithm: Algorithm) -> itemgetter[Any]:
     """
     kept = [buffer.key for buffer in algorithm.buffers.values()]
     return itemgetter("step", *(kept or ["step"]))
-
-
-# ---- state ---------------------------------------------------------------------------
-
-
-def check_state(
-    p: Tensor, what: str, algorithm: Algorithm, state: State, collectives: Collectives
-) -> None:
-    """Check what ``state`` holds of a parameter for ``algorithm``.
-
-    Raises:
-        ValueError: no tensor, or one of another shape or device than the parameter's.
-    """
-    entry, piece = state.get(p, {}), collectives.local(p)
-    for buffer in algorithm.buffers.values():
-        value = entry.get(buffer.key)
-        if value is None:
-            continue
-        got, do = f"a {type(value).__name__}", "change all state of a parameter with it"
-        shape = buffer_shape(algorithm, buffer, piece)
-        if isinstance(value, Tensor):
-            local = collectives.local(value)
-            if buffer.home == "owner" or local.shape == shape:
-                if local.device == piece.device:
-                    continue
-                do = "move all state back before a step"
-            got = f"a tensor of shape {tuple(local.shape)} on {local.device}"
-        raise ValueError(
-            f"got {got} as state {buffer.key!r} of {what}, expected a tensor of shape "
-            f"{tuple(shape)} on {piece.device}, as the parameter is: {do}, or "
-            "delete optimizer.state[parameter], which then restarts"
-        )
-
-
-def _held_steps(state: State, params: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-    """Return the counts of steps that ``state`` holds of each parameter. Where there is
-    none in the form of ``like``, the state gets one.
-    """
-    for p in params:
-        before = state[p].get("step")
-        if (
-            type(before) is not Tensor
-            or before.shape != like.shape
-            or (before.dtype, before.device) != (like.dtype, like.device)
-            or is_fake(before) != is_fake(like)
-        ):
-            number = torch.zeros_like(like)
-            if before is not None:
-                number.copy_(as_tensor(before).reshape(like.shape))
-            state[p]["step"] = number
-    return [state[p]["step"] for p in params]
-
-
-def _view_steps(state: State, params: Sequence[Tensor], t: Tensor) -> None:
-    """Give ``state`` views of ``t`` (N,) as the parameters' counts of steps, with the
-    values that it has.
-    """
-    views = t.unbind()
-    for p, view in zip(params, views, strict=True):
-        before = state[p].get("step")
-        if before is not None and is_fake(as_tensor(before)) == is_fake(t):
-            view.copy_(as_tensor(before).reshape(()))
-        state[p]["step"] = view
-
-
-def _attach(member: Member, state: State, collectives: Collectives) -> None:
-    """Give a parameter the tensors that ``state`` holds, and make the missing ones."""
-    p, algorithm = member.p, member.algorithm
-    buffers = algorithm.buffers
-    unwanted = STATE_KEYS - {buffer.key for buffer in buffers.values()}
-    debiased = {buffer.key for buffer in buffers.values() if buffer.is_debiased}
-    state[p].setdefault("step", torch.zeros((), device="cpu"))
-    state[p].update(in_form_of(algorithm, state[p], collectives))
-    for key in unwanted & set(state[p]):
-        del state[p][key]  # of another rule: stale when that one returns
-    if debiased - set(state[p]):
-        # all of them start with the count of steps: one that is new beside an old
-        # momentum would be far too small
-        # (new tensors, so that a state dict that is refused has changed none)
-        for key in debiased & set(state[p]):
-            state[p][key] = torch.zeros_like(state[p][key])
-        state[p]["step"] = torch.zeros((), device="cpu")
-    if algorithm.has_stages:
-        state[p].setdefault(STAGE_COUNT, torch.zeros((), device="cpu"))
-    else:
-        state[p].pop(STAGE_COUNT, None)
-    for symbol, buffer in buffers.items():
-        if buffer.home == "shard":
-            held = _attached(member, buffer, state[p], collectives)
-            member.state[symbol] = collectives.local(held)
-
-
-def _attached(
-    member: Member, buffer: Buffer, entry: dict[str, Any], collectives: Collectives
-) -> Tensor:
-    """Return a buffer of a parameter as its ``entry`` of the state holds it: the tensor
-    that is there, else a new tensor with its values.
-    """
-    algorithm, before = member.algorithm, entry.get(buffer.key)
-    dtype = algorithm.dtype_of(buffer, member.piece)
-    if (
-        isinstance(before, Tensor)
-        and collectives.local(before).dtype == dtype
-        and (algorithm.state_dtype != CODED or before.is_contiguous())
-    ):
-        return before
-    fresh = start_beside(algorithm, buffer, member.piece)
-    if before is not None:
-        fresh.copy_(collectives.local(before))
-    held: Tensor = collectives.wrap(fresh, member.p)
-    entry[buffer.key] = held
-    return held
-
-
-def _is_of_others(
-    algorithm: Algorithm, p: Tensor, entry: Mapping[str, Any], numbers: Sequence[int]
-) -> bool:
-    """Return whether owners keep buffers of matrices of other shapes than the algorithm
-    has: its ``sides`` or ``matrices`` have changed, so that they restart.
-
-    Args:
-        algorithm: the algorithm of ``p``.
-        p: a parameter.
-        entry: of it, in the state.
-        numbers: of its matrices to which the buffers belong.
-    """
-    for symbol in algorithm.owned:
-        buffer = algorithm.buffers[symbol]
-        value = entry.get(buffer.key)
-        if value is None:
-            continue
-        if not algorithm.matrices.is_even(p.shape):
-            sizes = entries_at_owner(algorithm, buffer, p.shape)
-            if value.shape != (sum(sizes[n] for n in numbers),):
-                return True
-        elif value.shape[1:] != owned_shapes(algorithm.matrices, p.shape, buffer)[0]:
-            return True
-    return False
-
-
-def _attach_owned(
-    members: Sequence[Member],
-    state: State,
-    before: Mapping[Tensor, tuple[int, ...]] | None,
-    collectives: Collectives,
-) -> None:
-    """Give parameters the buffers at home with the owners of matrices, from ``state``
-    or new.
-
-    Args:
-        members: all that share their exchanges.
-        state: the optimizer's.
-        before: the rows of parameters' parts in the binding before; None: there is
-            none. The owners may differ from those then, as they do where other
-            parameters share the exchanges: all ranks have handed over their buffers.
-        collectives: of the ranks that hold the parameters.
-    """
-    leaves = [leaf for m in members for leaf in owned_leaves(m.algorithm, [m.p])]
-    for member, ownership in zip(members, collectives.owns(leaves), strict=True):
-        p, algorithm, buffers = member.p, member.algorithm, []
-        parts = algorithm.matrices.part_rows(p.shape)
-        every = range(algorithm.matrices.num_in(p.shape))
-        here = ownership if before is None else every
-        changed = before is not None and before.get(p, parts) != parts
-        if changed or _is_of_others(algorithm, p, state[p], here):
-            for symbol in algorithm.owned:
-                state[p].pop(algorithm.buffers[symbol].key, None)
-            state[p]["step"] = torch.zeros((), device="cpu")
-            if algorithm.has_stages:
-                state[p][STAGE_COUNT] = torch.zeros((), device="cpu")
-        for symbol in algorithm.owned:
-            buffer = algorithm.buffers[symbol]
-            value = state[p].get(buffer.key)
-            if value is None:
-                value = start_at_owner(algorithm, buffer, p, ownership)
-            elif before is not None:
-                sizes = entries_at_owner(algorithm, buffer, p.shape)
-                value = collectives.claim(value, ownership, sizes)
-            state[p][buffer.key] = value
-            buffers.append(value)
-        member.owned, member.owns = tuple(buffers), ownership
-
-
-def _drop_unstepped(state: State, present: Sequence[Tensor]) -> None:
-    """Drop state of parameters that left their groups before a step (float32 masters
-    took their place): torch.optim has none of these, since it makes state in a step.
-    """
-    left = [p for p in state.keys() - set(present) if isinstance(p, Tensor)]
-    for p in left:
-        if not float(state[p].get("step", 1.0)):
-            del state[p]

@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from marsopt.functional.authors import all_options, check_taken
 from marsopt.functional.keywords import PartOptions
-from marsopt.optim.binding import Binding, Member
+from marsopt.optim.binding import Binding, Member, put
 from marsopt.optim.exact import NextGradients
 from marsopt.optim.groups import (
     check_no_module,
@@ -27,7 +27,6 @@ from marsopt.optim.groups import (
     labels,
 )
 from marsopt.optim.loading import as_tensor
-from marsopt.optim.numbers import put
 from marsopt.optim.state_dict import check_ids, in_form_of, to_restore, under_loaded
 from marsopt.optim.statistics import LastStep, Statistics, names_of
 from marsopt.optim.summary import summary

@@ -16,6 +16,7 @@ import sysconfig
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -295,7 +296,7 @@ class Graphs:
                 num = 3 if of_h else 1
                 sums.append(leaf.x.new_zeros(len(leaf.norms), num, dtype=dtype))
                 continue
-            tensors = [*(column[n] for column in of_h.values()), g]
+            tensors = [*map(itemgetter(n), of_h.values()), g]
             sums.append(self._compute(measure, g.shape[1] >= ROW, tensors))
         return torch.cat(sums)
 
@@ -336,10 +337,13 @@ class Graphs:
             self._say(logging.INFO, f"the optimizer step runs eagerly {off}")
             return function(kind, tensors)
         last = tensors[-1]
-        forms: list[Hashable] = [self._device.type, *[t.dtype for t in tensors]]
+        forms: list[Hashable] = [self._device.type]
+        is_column = False
+        for t in tensors:
+            forms.append(t.dtype)
+            is_column = is_column or (t.ndim > 1 and t.shape[1] == 1)
         if dynamic:  # Dynamo makes graphs of their own for sizes of 1
             is_small = self._device.type == "cpu" and last.numel() < SMALL
-            is_column = any(t.shape[1] == 1 for t in tensors if t.ndim > 1)
             forms += [last.shape[0] == 1, is_column, is_small]
         else:
             forms += [(t.shape, t.stride()) for t in tensors]

@@ -66,7 +66,7 @@ def check(found, most):
 
 
 def test_a_warm_step_of_mars_adamw_by_graphs():
-    check(third_step(small_model(), "mars-adamw"), (12, 84, 13))
+    check(third_step(small_model(), "mars-adamw"), (11, 83, 13))
 
 
 @pytest.mark.processes
@@ -74,4 +74,4 @@ def test_a_warm_step_of_moonlight_under_fsdp2():
     with pretended(0, (1,)) as mesh:
         model = small_model()
         fully_shard(model, mesh=mesh)
-        check(third_step(model, "moonlight"), (16, 159, 18))
+        check(third_step(model, "moonlight"), (15, 158, 18))
