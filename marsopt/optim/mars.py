@@ -211,31 +211,9 @@ class MARS(Optimizer):
         # ratios are of param groups
         known = all_options().keys() - {"lr_ratio", "lr_1d_ratio"}
         check_names(options, known, "marsopt.MARS")
-        arguments: dict[str, Any] = dict(
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            gamma=gamma,
-            is_approx=is_approx,
-            mars_type=mars_type,
-            optimize_1d=optimize_1d,
-            lr_1d=lr_1d,
-            betas_1d=betas_1d,
-            weight_decay_1d=weight_decay_1d,
-            clip=clip,
-            max_norm=max_norm,
-            correction=correction,
-            nesterov=nesterov,
-            nesterov_1d=nesterov_1d,
-            log_time=log_time,
-            epsilon_hat=epsilon_hat,
-            matrices=matrices,
-            state_dtype=state_dtype,
-            **options,
-        )
-        whole, defaults = constructor_values(arguments)
+        # the parameters of this function that are options, by name
+        arguments = {n: value for n, value in locals().items() if n in known}
+        whole, defaults = constructor_values(arguments | {**options})
         whole |= dict(collectives=collectives, compile=compile, nonfinite=nonfinite)
         self._options = whole
         self._order: list[int] = []  # the model's: these numbers, if it is known
