@@ -61,11 +61,11 @@ class State(NamedTuple):
 
 
 class Leaves:
-    """The leaves of a tree that one algorithm moves: the stacks of a FlatGroup, else
-    every tensor by itself.
+    """The leaves of a tree that an algorithm updates: the stacks of a FlatGroup, or the
+    tensors.
 
     Args:
-        algorithm: the algorithm that moves them.
+        algorithm: the algorithm that updates them.
         params: the tree of all parameters.
         part: the names of these leaves; None: all.
         collectives: of the ranks that hold them.
@@ -82,7 +82,7 @@ class Leaves:
         self.tree = subtree(params, part)
         self.tensors, self.names = flatten(self.tree, "params"), names(self.tree)
         self.is_packed = isinstance(params, FlatGroup)
-        # of one whole parameter each
+        # a stack holds several parameters of a shape
         self.shapes = [x.shape[1:] if self.is_packed else x.shape for x in self.tensors]
         pairs = zip(self.tensors, self.shapes, strict=True)
         self.algorithms = [algorithm.of_tensor(*pair) for pair in pairs]
@@ -102,11 +102,11 @@ class Leaves:
     def pieces(
         self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """Return the pieces that lie here of tensors that lie as the leaves do.
+        """Return this process's pieces of tensors that are sharded as the leaves are.
 
         Args:
-            tensors: one for each leaf.
-            like: the leaves, of gradients, which may lie otherwise.
+            tensors: a tensor for each leaf.
+            like: the leaves, if gradients may be sharded in another way.
         """
         if self.is_packed:
             return list(tensors)
@@ -116,12 +116,14 @@ class Leaves:
         return [local(tensor, x) for tensor, x in zip(tensors, like, strict=True)]
 
     def whole(self, pieces: Sequence[Tensor], name: str) -> list[Tensor]:
-        """Return the pieces of x, or of the buffer of this name, as tensors that lie as
-        the leaves do: inverse of ``pieces``.
+        """Return the pieces of x, or of the buffer of this name, as tensors that are
+        sharded as the leaves are: inverse of ``pieces``.
         """
         if self.is_packed:
             return list(pieces)
-        has = [name == "x" or name in own.buffers for own in self.algorithms]
+        has = [
+            name == "x" or name in algorithm.buffers for algorithm in self.algorithms
+        ]
         return [
             self.collectives.wrap(piece, x) if is_held else piece
             for piece, x, is_held in zip(pieces, self.tensors, has, strict=True)
@@ -179,10 +181,10 @@ def _starts(leaves: Leaves, symbol: str) -> list[Tensor]:
         owned = iter(owned_starts(algorithm, buffer, params, leaves.collectives))
         return [leaves.joined([next(owned) for _ in rows]) for rows in by_leaf]
     starts = [
-        start_beside(own, buffer, piece)
-        if symbol in own.buffers
+        start_beside(variant, buffer, piece)
+        if symbol in variant.buffers
         else piece.new_zeros(0, dtype=SCALE_DTYPE)
-        for own, piece in zip(
+        for variant, piece in zip(
             leaves.algorithms, leaves.pieces(leaves.tensors), strict=True
         )
     ]
@@ -210,9 +212,9 @@ def held(leaves: Leaves, symbol: str, state: State) -> list[Tensor]:
     for i, (name, tensor) in enumerate(zip(leaves.names, tensors, strict=True)):
         if buffer.home == "owner":
             break  # how many matrices have their owner here, their owner knows
-        own, x = leaves.algorithms[i], leaves.tensors[i]
-        shape = buffer_shape(own, buffer, x)
-        if symbol in own.buffers and tensor.shape != shape:
+        variant, x = leaves.algorithms[i], leaves.tensors[i]
+        shape = buffer_shape(variant, buffer, x)
+        if symbol in variant.buffers and tensor.shape != shape:
             raise ValueError(
                 f"got {label}[{name!r}] of shape {tuple(tensor.shape)}, expected "
                 f"{tuple(shape)}: make the state by init on them"
@@ -224,7 +226,7 @@ def held(leaves: Leaves, symbol: str, state: State) -> list[Tensor]:
                 "state by init of a rule with this master_weight_bits"
             )
     pairs = zip(leaves.algorithms, leaves.tensors, strict=True)
-    dtypes = [own.dtype_of(buffer, x) for own, x in pairs]
+    dtypes = [algorithm.dtype_of(buffer, x) for algorithm, x in pairs]
     return [
         tensor.to(torch.promote_types(tensor.dtype, dtype))
         for tensor, dtype in zip(tensors, dtypes, strict=True)
@@ -261,46 +263,50 @@ def bind(
         ValueError: gradients or a state that do not belong to the leaves.
     """
     algorithm, tensors = leaves.algorithm, leaves.tensors
-    kept = {symbol: held(leaves, symbol, state) for symbol in algorithm.kept}
-    owned = [kept.pop(symbol) for symbol in algorithm.owned]
-    buffers = {symbol: leaves.pieces(tree) for symbol, tree in kept.items()}
+    trees = {symbol: held(leaves, symbol, state) for symbol in algorithm.kept}
+    owned = [trees.pop(symbol) for symbol in algorithm.owned]
+    buffers = {symbol: leaves.pieces(tree) for symbol, tree in trees.items()}
     if reference is not None and algorithm.h_from is not None:
         buffers["h"] = leaves.matching(reference, "reference")
     g = leaves.matching(grads, "grads")
-    of_kinds: dict[tuple[Algorithm, torch.dtype], list[int]] = {}
+    positions_by_form: dict[tuple[Algorithm, torch.dtype], list[int]] = {}
     step_leaves = []
     for i, (x, leaf) in enumerate(zip(leaves.pieces(tensors), tensors, strict=True)):
-        own = leaves.algorithms[i]
-        of_kinds.setdefault((own, working_dtype(x)), []).append(i)
+        variant = leaves.algorithms[i]
+        positions_by_form.setdefault((variant, working_dtype(x)), []).append(i)
         params, piece = leaves.rows(leaf), leaves.rows(x)[0]
-        bare, parts = leaf_of(own, leaves.shapes[i], piece, params, leaves.collectives)
+        bare, parts = leaf_of(
+            variant, leaves.shapes[i], piece, params, leaves.collectives
+        )
         num = len(bare.norms)
-        of_leaf = {k: pieces[i] for k, pieces in buffers.items() if k in own.buffers}
+        leaf_buffers = {
+            k: pieces[i] for k, pieces in buffers.items() if k in variant.buffers
+        }
         step_leaves.append(
             bare._replace(
                 x=x.reshape(num, parts.size),
                 buffers={
-                    k: b.reshape(num, b.numel() // num) for k, b in of_leaf.items()
+                    k: b.reshape(num, b.numel() // num) for k, b in leaf_buffers.items()
                 },
                 owned=list(zip(*(leaves.rows(b[i]) for b in owned), strict=True)),
             )
         )
     numbers = _row(algorithm.defaults(lr, gamma), tensors[0].device)
     bound = []
-    for (own, dtype), positions in of_kinds.items():
-        of_group = [step_leaves[i] for i in positions]
-        num = sum(len(leaf.params) for leaf in of_group)
+    for (variant, dtype), positions in positions_by_form.items():
+        group_leaves = [step_leaves[i] for i in positions]
+        num = sum(len(leaf.params) for leaf in group_leaves)
         t = state.t.expand(num)
-        index = index_of(of_group)
-        inputs = Inputs(own, numbers, None, index, t, dtype)
+        index = index_of(group_leaves)
+        inputs = Inputs(variant, numbers, None, index, t, dtype)
         stages = []
         if algorithm.has_stages:
             stage = algorithm.matrix_preconditioner.stage
             stages = [stage(count, number) for number in range(num)]
-        group = Group(inputs, of_group, stages)
-        pairs = zip(of_group, positions, strict=True)
-        of_x = [leaf.as_parts(g[i]) for leaf, i in pairs]
-        bound.append(Bound(group, of_x, positions))
+        group = Group(inputs, group_leaves, stages)
+        pairs = zip(group_leaves, positions, strict=True)
+        group_grads = [leaf.as_parts(g[i]) for leaf, i in pairs]
+        bound.append(Bound(group, group_grads, positions))
     return bound
 
 
