@@ -41,7 +41,7 @@ from train.evaluate import __main__ as evaluate
 from train.runs import settings as run_settings
 from train.runs import summary
 from train.runs.checkpoints import load_model
-from train.runs.settings import claim, describe, settings
+from train.runs.settings import claim, settings
 from train.runs.summary import read_scalars
 
 pytestmark = pytest.mark.application
@@ -464,11 +464,6 @@ def test_a_folder_belongs_to_one_run(data, tmp_path, monkeypatch):
     elsewhere = replace(tiny(data).validator.dataloader, dataset_path=str(other))
     with pytest.raises(UserError, match=r"got data\.val="):
         claimed(validator__dataloader=elsewhere)
-    (folder / "settings.json").write_text("{")
-    with pytest.raises(UserError, match=r"settings\.json that does not read"):
-        claimed()
-    with pytest.raises(UserError, match=r"settings\.json that does not read"):
-        describe(folder)
     (folder / "settings.json").unlink()
     with pytest.raises(UserError, match=r"checkpoints but no settings\.json"):
         claimed()

@@ -510,31 +510,6 @@ def test_a_correction_of_ones_own_has_the_protocol_of_its_h():
 # ---- components do what they declare -----------------------------------------------
 
 
-def returning(change):
-    """AdamW of one's own whose ``update`` goes through ``change(x, new)``."""
-
-    @dataclass(frozen=True, kw_only=True, eq=False)
-    class Mine(marsopt.AdamW):
-        def update(self, x, c, buffers, s):
-            before = {**buffers, "x": x}
-            return change(before, *super().update(x, c, buffers, s))
-
-    return Mine
-
-
-WRONG = {
-    "no buffer": lambda before, x, new: (x, {}),
-    "double": lambda before, x, new: (x, {**new, "v": new["v"].double()}),
-    "in place": lambda before, x, new: (before["x"].copy_(x), new),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_a_rule_that_does_not_do_what_it_declares_is_found(what):
-    with pytest.raises(AssertionError):
-        check_component(returning(WRONG[what])())
-
-
 @pytest.mark.parametrize("row", REGISTRY.values(), ids=lambda row: row.name)
 def test_every_rule_does_what_it_declares(row):
     check_component(row.preconditioner())

@@ -47,29 +47,16 @@ def twins(*shapes):
 def test_signature_and_defaults_are_the_authors():
     named = inspect.signature(MARS).parameters
     assert len(named) <= 26
+    authors = dict(
+        lr=3e-3, betas=(0.95, 0.99), eps=1e-8, weight_decay=0.0, amsgrad=False,
+        gamma=0.025, is_approx=True, mars_type="mars-adamw", optimize_1d=False,
+        lr_1d=3e-3, betas_1d=(0.9, 0.95), weight_decay_1d=0.1,
+    )  # fmt: skip
     positional = [n for n, p in named.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert positional == [
-        "params",
-        "lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "amsgrad",
-        "gamma",
-        "is_approx",
-        "mars_type",
-        "optimize_1d",
-        "lr_1d",
-        "betas_1d",
-        "weight_decay_1d",
-    ]
-    authors = [
-        3e-3, (0.95, 0.99), 1e-8, 0.0, False, 0.025, True,
-        "mars-adamw", False, 3e-3, (0.9, 0.95), 0.1,
-    ]  # fmt: skip
+    assert positional == ["params", *authors]
     optimizer = eager(parameters(*SHAPES))
     (group,) = optimizer.param_groups
-    for name, value in zip(positional[1:], authors, strict=True):
+    for name, value in authors.items():
         # None in the signature: the rule's own, which are the authors' of their names
         assert named[name].default in (None, value), name
         if name == "lr_1d":
