@@ -15,7 +15,7 @@ from research.compare.search import Axis
 from research.compare.store import Store
 from research.compare.study import Method, Study
 
-__all__ = ["batch", "bf16_state", "gpu", "gpu_swept", "small", "tiny"]
+__all__ = ["batch", "gpu", "gpu_swept", "small", "storage", "tiny"]
 Recipe = dict[str, Any]
 
 STORES = Path(__file__).parent / "study"
@@ -201,31 +201,35 @@ def small() -> Study:
     )
 
 
-def bf16_state() -> Study:
-    """State in float32, in bfloat16 rounded stochastically, and to nearest."""
-    kept: dict[str, Recipe] = {
+def storage() -> Study:
+    """Weights and averages in fewer bits, beside float32 and a null: float32 whose
+    first weights differ in their last bit.
+    """
+    half: Recipe = dict(weights="bfloat16")
+    formats: dict[str, Recipe] = {
         "float32": {},
-        "stochastic": dict(state_dtype="bfloat16", stochastic_rounding=True),
-        "to nearest": dict(nearest_state="bfloat16"),
+        "null": dict(perturb=True),
+        "bf16 weights": half | dict(state_dtype="float32"),
+        "32 bits": half | dict(master_weight_bits=32),
+        "24 bits": half | dict(master_weight_bits=24),
+        "int8": dict(state_dtype="int8"),
+        "24 bits, int8": half | dict(master_weight_bits=24, state_dtype="int8"),
+        "bf16 state": dict(state_dtype="bfloat16", stochastic_rounding=True),
     }
     rules: dict[str, Recipe] = {
-        "MARS-AdamW": dict(rule="mars-adamw", lr=6e-3, beta1=0.95, beta2=0.99),
-        "AdamW": dict(rule="adamw", lr=4e-3, beta1=0.9, beta2=0.999),
+        "AdamW": CONTROLS["AdamW"][0] | dict(lr=0.0087, beta2=0.999),
+        MOONLIGHT: CONTENDERS[MOONLIGHT][0] | NO_WARM_UP | dict(lr=SMALL_MOONLIGHT_LR),
+        GROWING: CONTENDERS[GROWING][0] | NO_WARM_UP | dict(lr=CONTENDERS[GROWING][1]),
+        "MARS-AdamW": AS_SHIPPED | dict(lr=0.0087),
     }
     methods = {
-        f"{name}, {how}": Method(
-            recipe | own | dict(one_rate=True),
-            num_seeds=6,
-            control=f"{name}, float32",
+        f"{name}, {stored_in}": Method(
+            recipe | bits, num_seeds=5, control=f"{name}, float32"
         )
         for name, recipe in rules.items()
-        for how, own in kept.items()
+        for stored_in, bits in formats.items()
     }
-    return Study(
-        title="0.1M parameters, state in bfloat16",
-        setting=replace(SMALL, seq_len=64, steps=3000),
-        methods=methods,
-    )
+    return Study(title="0.1M parameters, by bits", setting=SMALL, methods=methods)
 
 
 def tiny() -> Study:

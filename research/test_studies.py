@@ -286,7 +286,7 @@ def test_steps_saved_lie_between_the_control_s_horizons():
 
 
 @pytest.mark.parametrize(
-    "make", [studies.small, studies.batch, studies.gpu, studies.bf16_state]
+    "make", [studies.small, studies.batch, studies.gpu, studies.storage]
 )
 def test_methods_of_a_study_can_be_built(make, setting):
     study = make()

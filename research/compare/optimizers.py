@@ -20,6 +20,7 @@ GROUPED = ("weight_decay", "weight_decay_1d", "convolutions", "betas_1d")
 GROUPED += ("nesterov_1d", "log_time")
 BUILD = ("rule", "lr", "lr_1d_ratio", "beta1", "beta2", "one_rate", *GROUPED)
 LOOP = ("warmup", "batch", "steps")  # of a run, in place of its setting's
+STARTS = ("weights", "perturb")  # dtype of the weights; whether their last bits change
 
 
 def unspelled(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,29 +77,6 @@ class Wrapper:
         self.inner.zero_grad()
 
 
-class NearestState(Wrapper):
-    """An optimizer whose state is what a narrower dtype would have kept of it, rounded
-    to nearest after every step, which MARS itself refuses.
-
-    Args:
-        inner: that optimizer.
-        dtype: of which the state's values are.
-    """
-
-    def __init__(self, inner: Optimizer, dtype: torch.dtype) -> None:
-        super().__init__(inner)
-        self._dtype = dtype
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Take a step."""
-        self.inner.step()
-        for state in self.inner.state.values():
-            for key, value in state.items():
-                if key != "step":
-                    value.copy_(value.to(self._dtype))
-
-
 class Clipped(Wrapper):
     """An optimizer without a global clip of its own, after ``clip_grad_norm_``."""
 
@@ -147,8 +125,7 @@ def build(
             learning rate of what AdamW moves beside a rule; "betas_1d" and
             "nesterov_1d" of the same; "convolutions", whether that rule takes kernels;
             "one_rate", whether all tensors are moved alike instead of by
-            ``marsopt.param_groups``; "nearest_state", a dtype by name, of that wrapper;
-            LOOP, the run's instead of the setting's, which the loop reads; other
+            ``marsopt.param_groups``; LOOP and STARTS, which the loop reads; other
             options of MARS, of which dtypes are given by name. ``unspelled`` says how
             JSON spells a decay that grows.
         steps: of the run.
@@ -158,14 +135,16 @@ def build(
         TypeError, ValueError: a recipe that this is not.
     """
     recipe = unspelled(recipe)
-    own = {key: value for key, value in recipe.items() if key not in (*BUILD, *LOOP)}
+    own = {
+        key: value
+        for key, value in recipe.items()
+        if key not in (*BUILD, *LOOP, *STARTS)
+    }
     if "beta1" in recipe:
         own["betas"] = recipe["beta1"], recipe["beta2"]
     if "state_dtype" in own:
         own["state_dtype"] = getattr(torch, own["state_dtype"])
-    nearest = own.pop("nearest_state", None)
-    made = _built(model, recipe, own, compile)
-    return made if nearest is None else NearestState(made, getattr(torch, nearest))
+    return _built(model, recipe, own, compile)
 
 
 def _built(

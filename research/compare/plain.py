@@ -6,6 +6,7 @@ showed; torch and numpy are enough.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from marsopt.profiling.machine import matmul_rate
 from research.compare.optimizers import LOOP, build
@@ -171,7 +173,9 @@ class Setting:
         model = GPT2(Shape(1, 1, 8, 8, 8))  # any: a recipe knows none
         for title, recipe in recipes.items():
             try:
-                build(model, recipe, steps=self.steps, compile=False)
+                whole = copy.deepcopy(model)
+                start(whole, recipe)
+                build(whole, recipe, steps=self.steps, compile=False)
             except KeyError as error:
                 raise UserError(
                     f"{title}: got no {error}, expected it in the recipe or as an "
@@ -237,7 +241,11 @@ def _checksum(text: Tokens) -> str:
 def mean_loss(model: GPT2, inputs: Tensor, labels: Tensor, half: bool) -> Tensor:
     """Return the mean loss of (micro_batch, seq_len) tokens; ``half``: in bfloat16."""
     with torch.autocast(inputs.device.type, torch.bfloat16, enabled=half):
-        logits = model(inputs)
+        if model.wte.weight.dtype == torch.float32:
+            logits = model(inputs)
+        else:  # arithmetic in float32: what is compared is how weights are stored
+            weights = {name: p.float() for name, p in model.named_parameters()}
+            logits = functional_call(model, weights, inputs)
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
@@ -335,6 +343,17 @@ class Clock:
         return [(a.elapsed_time(b) / 1e3, b.elapsed_time(c) / 1e3) for a, b, c in every]
 
 
+@torch.no_grad()
+def start(model: GPT2, recipe: Mapping[str, Any]) -> None:
+    """Change a new model's weights as a recipe says: "weights", a dtype by name;
+    "perturb", whether each weight becomes the next larger number.
+    """
+    if recipe.get("perturb"):
+        for p in model.parameters():
+            p.copy_(torch.nextafter(p, torch.full_like(p, math.inf)))
+    model.to(getattr(torch, recipe.get("weights", "float32")))
+
+
 class Training:
     """A run under way.
 
@@ -356,6 +375,7 @@ class Training:
     ) -> None:
         self.setting = setting = setting.of(recipe)
         self.task = Task(setting, seed, *texts)
+        start(self.task.model, recipe)
         compile = setting.compile if compile is None else compile
         self.optimizer = build(
             self.task.model, recipe, steps=setting.steps, compile=compile
