@@ -27,6 +27,7 @@ HOMES = {
         "large_mars_m",
         "large_mars_shampoo",
         "large_moonlight",
+        "large_moonlight_4_bytes",
         "large_muon",
         "medium_adamw",
         "medium_lion",

@@ -10,7 +10,8 @@ from configs.published import GPUS, LR, ONE_RATE, RULES, SIZES
 from train.engine.titan_optim import MarsOptimizers, RateSchedule
 from train.engine.trainer import MarsTrainer
 
-DATA = {"": "data/openwebtext", "_fw": "data/fineweb-edu"}
+DATA = dict.fromkeys(("", "_4_bytes"), "data/openwebtext")
+DATA |= {"_fw": "data/fineweb-edu"}
 
 
 def optimizer(rule: str, lr: float, lr_1d: float, **options) -> MarsOptimizers.Config:
@@ -29,7 +30,9 @@ def optimizer(rule: str, lr: float, lr_1d: float, **options) -> MarsOptimizers.C
 
 
 def recipe(size: str, rule: str, suffix: str = "") -> MarsTrainer.Config:
-    """The configuration SIZE_RULE (OpenWebText) or SIZE_RULE_fw (FineWeb-Edu)."""
+    """The configuration SIZE_RULE (OpenWebText) or SIZE_RULE_fw (FineWeb-Edu); or
+    SIZE_RULE_4_bytes, whose tensors are stored otherwise.
+    """
     numbers, lr = SIZES[size], LR[rule][size]
     min_lr = numbers.min_lr / RULES[rule].min_lr_divisor
     return gpt2_recipe(

@@ -68,6 +68,16 @@ def large_moonlight() -> MarsTrainer.Config:
     return recipe("large", "moonlight")
 
 
+def large_moonlight_4_bytes() -> MarsTrainer.Config:
+    """774M, large_moonlight's numbers: weights of 24 bits, averages of 8; ours, never
+    trained.
+    """
+    config = recipe("large", "moonlight", "_4_bytes")
+    config.training.dtype = "bfloat16"
+    config.optimizer.master_weight_bits, config.optimizer.state_dtype = 24, "int8"
+    return config
+
+
 def xl_moonlight() -> MarsTrainer.Config:
     """1.56B, Moonlight: ours, xl_moonlight_fw's numbers; never trained."""
     return recipe("xl", "moonlight")

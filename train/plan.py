@@ -7,21 +7,24 @@ import sys
 if __name__ == "__main__":  # torch takes seconds to import
     print("loading torch and the forecast", file=sys.stderr, flush=True)
 
+import torch
+
 from train.engine.recipes import MODULE, make
 from train.errors import UserError, check_least, command, counted
-from train.forecast import Forecast, Job, forecast, models
+from train.forecast import Job, forecast, models
 from train.gpt2 import tensor_sizes
 
 MOST_RANKS = 2**13  # planned within ten seconds
 MEGA, GIGA, TERA = 1e6, 2**30, 1e12
 
 HEAD = (
-    f"{'':24} {'GiB a GPU':>18} {'MB a GPU sends':>16} {'TFLOP an owner':>16}\n"
-    f"{'rule':20} {'GPUs':>4} {'parameters':>10} {'state':>7} {'mean':>8} {'most':>7} "
-    f"{'mean':>8} {'most':>7}"
+    f"{'':24} {'bytes of a':>10} {'GiB a GPU':>18} {'MB a GPU sends':>16} "
+    f"{'TFLOP an owner':>16}\n{'rule':20} {'GPUs':>4} {'parameter':>10} "
+    f"{'parameters':>10} {'state':>7} {'mean':>8} {'most':>7} {'mean':>8} {'most':>7}"
 )
 LEGEND = """\
-All tensors in float32; the fullest GPU is shown. Gradients take as much as parameters.
+Bytes of a parameter are its weight and state. All is of the fullest GPU, in float32 but
+for --master-weight-bits and --state-dtype. Gradients take as much as parameters.
 Left out: activations, what FSDP gathers and sends, and what the step holds meanwhile.
 MB and TFLOP are those of matrices: Newton-Schulz or SOAP with their owners."""
 
@@ -45,11 +48,14 @@ def job_of(config_name: str, module: str = MODULE) -> Job:
     )
 
 
-def row(rule: str, num_ranks: int, found: Forecast) -> str:
+def row(job: Job, num_ranks: int, replicas: int) -> str:
     """Return a line of the table."""
+    found = forecast(job, num_ranks, replicas=replicas)
     mean, most = sum(found.flops) / len(found.flops), max(found.flops)
+    num_bytes = (found.parameters + found.state) * num_ranks / replicas
     return (
-        f"{rule:20} {num_ranks:4} {found.parameters / GIGA:10.2f}"
+        f"{job.rule:20} {num_ranks:4} {num_bytes / job.num_params:10.2f}"
+        f" {found.parameters / GIGA:10.2f}"
         f" {found.state / GIGA:7.2f} {found.sent / MEGA:8.1f}"
         f" {found.most_sent / MEGA:7.1f} {mean / TERA:8.3f} {most / TERA:7.3f}"
     )
@@ -75,23 +81,30 @@ def main() -> None:
         help="numbers of GPUs (default: 1 8 64 512, times --replicas)")
     add("--replicas", type=int, default=1,
         help="copies of the model that share the GPUs, as HSDP (default: 1, FSDP)")
+    add("--master-weight-bits", type=int, choices=[32, 24],
+        help="with --model: bfloat16 parameters, with bits below them in the state")
+    add("--state-dtype", choices=["float32", "bfloat16", "int8"],
+        help="with --model: dtype of averages (default: float32)")
     # fmt: on
     args = parser.parse_args()
-    if args.config is not None and args.rules:
-        raise UserError("got --rules with --config, expected --model")
+    given = vars(args)
+    for name in ("rules", "master_weight_bits", "state_dtype"):
+        if args.config is not None and given[name] is not None:
+            option = name.replace("_", "-")
+            raise UserError(f"got --{option} with --config, expected --model")
+    formats = dict(master_weight_bits=args.master_weight_bits)
+    if args.state_dtype is not None:
+        formats["state_dtype"] = getattr(torch, args.state_dtype)
+        formats["stochastic_rounding"] = args.state_dtype == "bfloat16"
     ranks = args.ranks or [args.replicas * n for n in (1, 8, 64, 512)]
     for n in ranks:
         check_least(1, MOST_RANKS, replicas=args.replicas, ranks=n)
     try:
         if args.config is None:
-            jobs = models.jobs(args.model, args.rules or models.RULES)
+            jobs = models.jobs(args.model, args.rules or models.RULES, **formats)
         else:
             jobs = [job_of(args.config, args.module)]
-        rows = [
-            row(job.rule, n, forecast(job, n, replicas=args.replicas))
-            for job in jobs
-            for n in ranks
-        ]
+        rows = [row(job, n, args.replicas) for job in jobs for n in ranks]
     except ValueError as error:  # names, or replicas that do not divide the ranks
         raise UserError(str(error)) from error
     shared = f", {args.replicas} replicas of HSDP" if args.replicas > 1 else ""

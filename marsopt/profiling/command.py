@@ -63,6 +63,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     log_time = "let every decay in step t be t / (t + DELTA) (default: off)"
     add("--log-time", type=float, metavar="DELTA", help=log_time)
     add("--h-dtype", choices=dtypes, help=h_dtype)
+    state = "dtype of averages (default: float32)"
+    add("--state-dtype", choices=[*dtypes, "int8"], help=state)
+    bits = "bfloat16 parameters, with the bits below them in the state (default: off)"
+    add("--master-weight-bits", type=int, choices=[32, 24], help=bits)
     devices = "where to run (default: %(default)s)"
     add("--device", choices=["cpu", "cuda"], default="cpu", help=devices)
     add("--steps", type=int, default=10, help="calls to time (default: %(default)s)")
@@ -209,6 +213,8 @@ def title(args: argparse.Namespace) -> str:
         f", width {args.width}": args.width is not None,
         f", vocabulary {args.vocab}": args.vocab is not None,
         f", h in {args.h_dtype}": args.h_dtype is not None,
+        f", weights of {args.master_weight_bits} bits": bool(args.master_weight_bits),
+        f", averages in {args.state_dtype}": args.state_dtype is not None,
         f", log time {args.log_time}": args.log_time is not None,
     }
     more = "".join(text for text, differs in changed.items() if differs)
@@ -236,6 +242,9 @@ def run(args: argparse.Namespace) -> None:
         num_steps=args.steps + 2,
         device=args.device,
         h_dtype=args.h_dtype and getattr(torch, args.h_dtype),
+        state_dtype=args.state_dtype and getattr(torch, args.state_dtype),
+        stochastic_rounding=args.state_dtype == "bfloat16",
+        master_weight_bits=args.master_weight_bits,
         log_time=args.log_time,
     )
     report = profile_optimizer(

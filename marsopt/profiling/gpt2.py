@@ -72,7 +72,8 @@ class Subject:
     its next step.
 
     ``num_steps`` is the length of the schedule. With ``log_time`` all decays grow with
-    the run. ``options`` are more of MARS.
+    the run. ``options`` are more of MARS; with ``master_weight_bits`` tensors are
+    bfloat16.
     """
 
     def __init__(
@@ -87,8 +88,10 @@ class Subject:
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
+        bits = options.get("master_weight_bits")
+        dtype = torch.float32 if bits is None else torch.bfloat16
         named = {
-            name: nn.Parameter(0.02 * torch.randn(shape, device=device))
+            name: nn.Parameter(0.02 * torch.randn(shape, device=device, dtype=dtype))
             for name, shape in tensors.items()
         }
         for p in named.values():

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from marsopt.rules.component import Algorithm
 from marsopt.rules.numerics import scalar_dtype
@@ -172,8 +173,8 @@ def seed_of(shape: torch.Size, cuts: Mapping[int, Tensor]) -> int:
     share.
     """
     strides = [*accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1)][::-1]
-    firsts = ((dim, i[0].item() if len(i) else 0) for dim, i in cuts.items())
-    return int(sum(first * strides[dim] for dim, first in firsts))
+    known = {dim: i for dim, i in cuts.items() if len(i) and not is_fake(i)}
+    return sum(int(i[0]) * strides[dim] for dim, i in known.items())
 
 
 # ---- which rows of tables belong together --------------------------------------------

@@ -55,21 +55,29 @@ def planned(*words):
     code, out, err = called(main, *words)
     assert (code, err) == (0, "")
     rows = [line.split() for line in out.splitlines()]
-    return out, [row for row in rows if len(row) == 8 and row[1].isdigit()]
+    return out, [row for row in rows if len(row) == 9 and row[1].isdigit()]
 
 
 def test_rules_are_compared_on_a_model():
-    """Parameters, state, MB sent and the most, TFLOP of an owner and the most."""
+    """Bytes of a parameter, parameters, state, MB sent and the most, TFLOP of an owner
+    and the most.
+    """
     rules = "moonlight", "mars-adamw-exact"
     words = "--model", "llama3-8b", "--rules", *rules, "--ranks", 64
     out, rows = planned(*words)
     assert out.startswith("llama3-8b: 8,030,261,248 parameters\n")
-    moonlight = ["64", "0.47", "0.53", "429.4", "445.6", "10.405", "10.995"]
+    moonlight = ["64", "8.52", "0.47", "0.53", "429.4", "445.6", "10.405", "10.995"]
     assert rows[0] == ["moonlight", *moonlight]
-    assert [rows[1][0], *rows[1][4:]] == [rules[1], "0.0", "0.0", "0.000", "0.000"]
+    assert [rows[1][0], *rows[1][5:]] == [rules[1], "0.0", "0.0", "0.000", "0.000"]
     out, rows = planned(*words, "--replicas", 8)
     assert "8 replicas of HSDP" in out
-    assert rows[0][:4] == ["moonlight", "64", "3.74", "4.23"]
+    assert rows[0][:5] == ["moonlight", "64", "8.52", "3.74", "4.23"]
+    bits = "--master-weight-bits", 24, "--state-dtype", "int8"
+    words = "--model", "gpt2-large", "--rules", "adamw", "mars-adamw", "moonlight"
+    _, rows = planned(*words, "--ranks", 1, *bits)
+    assert [row[2] for row in rows] == ["5.06", "6.09", "4.12"]
+    _, rows = planned("--config", "large_moonlight_4_bytes", "--ranks", 1)
+    assert rows[0][2] == "4.12"
 
 
 def test_a_recipe_is_planned_for_several_numbers_of_gpus():
@@ -85,6 +93,7 @@ def test_a_recipe_is_planned_for_several_numbers_of_gpus():
         (("--model", "gpt2-xl", "--rules", "sgd"), "got rule sgd, expected one of"),
         (("--config", "none"), "got --config none, expected one"),
         (("--config", "tiny_muon", "--rules", "muon"), "got --rules with --config"),
+        (("--config", "tiny_muon", "--state-dtype", "int8"), "got --state-dtype with"),
         (("--config", "tiny_muon", "--ranks", 8, "--replicas", "3"), "got 8 ranks and"),
     ],
 )

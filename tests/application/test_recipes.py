@@ -58,6 +58,7 @@ large_muon           muon          6.67e-3 6.67e-3 1e-3    1e-5     0    0    .1
 small_moonlight      moonlight     6e-3    6e-3    6e-3    3e-5     .1   .1   .1   .95 .99
 medium_moonlight     moonlight     5e-3    5e-3    5e-3    6e-5     .1   .1   .1   .95 .99
 large_moonlight      moonlight     5e-3    5e-3    5e-3    1e-5     .1   .1   .1   .95 .99
+large_moonlight_4_bytes moonlight  5e-3    5e-3    5e-3    1e-5     .1   .1   .1   .95 .99
 xl_moonlight         moonlight     3e-3    3e-3    3e-3    1e-5     .1   .1   .1   .95 .99
 small_moonlight_fw   moonlight     6e-3    6e-3    6e-3    3e-5     .1   .1   .1   .95 .99
 large_moonlight_fw   moonlight     5e-3    5e-3    5e-3    1e-5     .1   .1   .1   .95 .99
@@ -114,8 +115,12 @@ def build(config: MarsTrainer.Config, dims):
     memory behind the tensors.
     """
     with FakeTensorMode():
-        with torch.device("meta"):
-            model = config.model_spec.model.build()
+        torch.set_default_dtype(getattr(torch, config.training.dtype))
+        try:
+            with torch.device("meta"):
+                model = config.model_spec.model.build()
+        finally:
+            torch.set_default_dtype(torch.float32)
         count = sum(p.numel() for p in model.parameters())
         model = config.model_spec.parallelize_fn(
             model,

@@ -205,7 +205,7 @@ def _check_rule(config, world: int) -> None:
         )
     try:
         checks.positive("lr", opt.lr)
-        mars(**opt.rule_options(), master_weight_bits=opt.master_weight_bits)
+        mars(**opt.rule_options())
         mars(weight_decay=opt.embedding_weight_decay)
         NewtonSchulz(dtype=getattr(torch, opt.ns_dtype))
     except (ValueError, TypeError) as error:

@@ -99,6 +99,10 @@ class MarsOptimizers(MarsOptimizersContainer):
         master_weight_bits: Literal[24, 32] | None = None
         """Bits of the weights of a model in training.dtype=bfloat16; None = those 16.
         """
+        state_dtype: Literal["float32", "bfloat16", "int8"] | None = None
+        """dtype of averages: bfloat16 and int8 are rounded stochastically; None = fp32,
+        or the parameters' own without master_weight_bits.
+        """
         compile: bool | None = None
         """Compile the step: None = where this machine can."""
 
@@ -117,9 +121,17 @@ class MarsOptimizers(MarsOptimizersContainer):
                 options["correction"] = None
             return options
 
+        def formats(self) -> dict:
+            """Return how weights and averages are stored, as arguments of MARS."""
+            stored: dict = dict(master_weight_bits=self.master_weight_bits)
+            if self.state_dtype is not None:
+                stored["state_dtype"] = getattr(torch, self.state_dtype)
+                stored["stochastic_rounding"] = self.state_dtype == "bfloat16"
+            return stored
+
         def rule_options(self) -> dict:
-            """Return them as arguments of ``marsopt.mars``."""
-            options = self.options()
+            """Return all as arguments of ``marsopt.mars``."""
+            options = self.options() | self.formats()
             return options | {"base_lr": options.pop("lr")}
 
         def group_options(self) -> dict:
@@ -160,8 +172,9 @@ class MarsOptimizers(MarsOptimizersContainer):
     def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
         names = [n for part in model_parts for n, _ in part.named_parameters()]
         # of a step
-        working = "ns_dtype", "h_dtype", "master_weight_bits", "compile"
+        working = "ns_dtype", "h_dtype", "compile"
         given = config.options() | {name: getattr(config, name) for name in working}
+        given |= config.formats()
         config = replace(
             config,
             param_groups=config.groups(names),

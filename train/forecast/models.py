@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from marsopt import REGISTRY
 from marsopt.parallel.layout import Matrix
 from marsopt.profiling import gpt2
@@ -36,6 +38,12 @@ class Job:
     def num_params(self) -> int:
         """Return the number of all parameters."""
         return sum(map(math.prod, self.shapes.values()))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the parameters' dtype."""
+        bits = self.options.get("master_weight_bits")
+        return torch.float32 if bits is None else torch.bfloat16
 
     @property
     def is_exact(self) -> bool:
@@ -107,12 +115,13 @@ MODELS = {
 } | {name: Model(shapes, ("embedding", "head")) for name, shapes in LLAMAS.items()}
 
 
-def jobs(model: str, rules: Sequence[str] = RULES) -> list[Job]:
+def jobs(model: str, rules: Sequence[str] = RULES, **formats: Any) -> list[Job]:
     """Return the jobs of training a model by each of ``rules``.
 
     Args:
         model: a name in ``MODELS``.
         rules: names in ``marsopt.REGISTRY``; those of MARS may end in "-exact".
+        formats: arguments of ``marsopt.mars`` that say how tensors are stored.
 
     Raises:
         ValueError: an unknown model or rule.
@@ -133,7 +142,7 @@ def jobs(model: str, rules: Sequence[str] = RULES) -> list[Job]:
                 f"got rule {rule}, expected one of {', '.join(REGISTRY)}, or a rule of "
                 f"MARS with {EXACT} at its end: choose one"
             )
-        options = {"correction": "exact"} if is_exact else {}
+        options = formats | ({"correction": "exact"} if is_exact else {})
         beside = elementwise if row.matrix_only else ()
         found.append(Job(shapes, mars_type, beside, options))
     return found

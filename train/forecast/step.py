@@ -17,13 +17,13 @@ from marsopt.parallel.planner import Members, plan
 from marsopt.rules.component import MatrixCost
 from train.forecast.models import Job
 
-FLOAT32 = 4  # bytes
-OF_ADAMW = ("amsgrad", "state_dtype")  # options that change AdamW's state
+# options that change AdamW's state
+OF_ADAMW = ("amsgrad", "state_dtype", "stochastic_rounding", "master_weight_bits")
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """One step of the optimizer, with all tensors in float32.
+    """One step of the optimizer.
 
     Args:
         parameters: bytes on the rank that has most; gradients take as many.
@@ -82,7 +82,7 @@ def forecast(job: Job, num_ranks: int, *, replicas: int = 1) -> Forecast:
                 extra[owner] += back * (numel - local) - there * local
     shards = {name: _largest_shard(shape, p) for name, shape in job.shapes.items()}
     return Forecast(
-        parameters=FLOAT32 * sum(shards.values()),
+        parameters=job.dtype.itemsize * sum(shards.values()),
         state=max(owned.values())
         + sum(
             num_bytes * shards[name] // math.prod(job.shapes[name])
@@ -122,7 +122,7 @@ def _state(job: Job, rule: Rule) -> dict[str, Counter[str]]:
         algorithm = rule.rest if is_rest else rule.matrix
         algorithm = adamw if name in job.elementwise else algorithm
         tensors = params.setdefault(algorithm, {})
-        tensors[name] = torch.empty(tuple(shape), device="meta")
+        tensors[name] = torch.empty(tuple(shape), dtype=job.dtype, device="meta")
     num_bytes: dict[str, Counter[str]] = {"shard": Counter(), "owner": Counter()}
     for algorithm, tensors in params.items():
         for symbol, buffer in Rule(matrix=algorithm).init(tensors).buffers.items():
