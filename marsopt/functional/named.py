@@ -59,7 +59,7 @@ def rule(name: RuleName, **options: Unpack[Options]) -> Rule:
     more = {"max_norm", "is_approx", "correction"} if row.is_mars else {"max_norm"}
     check_names(options, {*row.options, *more}, f"the rule {row.name!r}")
     check_values(row.options, options)  # whether they are read or not
-    correction = resolve(options.get("is_approx", True), options.get("correction"))
+    correction = resolve(options)
     if row.is_mars:
         shared = {n: value for n, value in options.items() if n not in row.table}
         check_options(row, correction, shared)
@@ -116,7 +116,7 @@ def mars(*, mars_type: RuleName = "mars-adamw", **options: Unpack[Options]) -> R
     row = named(mars_type)
     arguments: dict[str, Any] = {"mars_type": mars_type, **options}
     explicit = {n: value for n, value in arguments.items() if value is not None}
-    correction = resolve(options.get("is_approx", True), options.get("correction"))
+    correction = resolve(options)
     check_options(row, correction, explicit)
     check_taken([row.name], options.get("correction"))
     defaults = row.group_defaults(options.get("log_time"))

@@ -159,20 +159,9 @@ def check_no_module(value: Any) -> None:
 
 
 def options_of_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> Table:
-    """Return the options that a group has, and the whole optimizer's.
-
-    Args:
-        group: says its ``mars_type``.
-        options: the constructor's options, the correction by name.
-
-    Raises:
-        ValueError: it does not say it.
+    """Return the options that a group with a ``mars_type`` has, and the whole
+    optimizer's.
     """
-    if "mars_type" not in group:
-        raise ValueError(
-            f"got a param group of {sorted(map(str, group))}, expected 'mars_type' and "
-            "all hyperparameters: add_param_group completes a new group"
-        )
     preconditioner = named(group["mars_type"]).preconditioner
     return group_options(preconditioner, correction_named(options["correction"]))
 
@@ -199,7 +188,11 @@ def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
             f"got {late} in a param group, expected them where a group is added: "
             "write lr_1d_ratio, a share of the group's lr"
         )
-    options_of_group(group, options)  # refuses a group without a rule
+    if "mars_type" not in group:
+        raise ValueError(
+            f"got a param group of {sorted(map(str, group))}, expected 'mars_type' and "
+            "all hyperparameters: add_param_group completes a new group"
+        )
     row, correction = named(group["mars_type"]), options["correction"]
     check_options(row, correction_named(correction), {"lr": None, **group})
     rates = [checks.plain(group[n]) for n in ("lr", "lr_ratio") if n in group]
@@ -225,8 +218,7 @@ def constructor_values(
     known = all_options()
     arguments = {n: checks.plain(value) for n, value in arguments.items()}
     row = named(arguments["mars_type"])
-    is_approx = arguments.get("is_approx", True)
-    correction = resolve(is_approx, arguments.get("correction"))
+    correction = resolve(arguments)
     explicit = {n: value for n, value in arguments.items() if value is not None}
     check_options(row, correction, explicit)
     whole = {n: value for n, value in arguments.items() if known[n].is_whole}

@@ -401,12 +401,14 @@ def correction_named(name: str) -> type[Correction]:
     return CORRECTIONS[name]
 
 
-def resolve(is_approx: bool, correction: str | None) -> type[Correction]:
-    """Return the correction that the authors' ``is_approx`` and ours name together.
+def resolve(values: Mapping[str, Any]) -> type[Correction]:
+    """Return the correction that the options ``is_approx``, the authors', and
+    ``correction`` name together.
 
     Raises:
         ValueError: they contradict each other, or there is none of this name.
     """
+    is_approx, correction = values.get("is_approx", True), values.get("correction")
     checks.true_or_false("is_approx", is_approx)
     if correction is None:
         return Approximate if is_approx else Exact
