@@ -58,6 +58,7 @@ DTYPES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {  # of parameters; opti
     "float64": (torch.float64, {}),
     # the most operands
     "amsgrad": (torch.float64, dict(amsgrad=True, cautious_weight_decay=True)),
+    "narrowest": (BF16, dict(state_dtype=torch.int8, master_weight_bits=24)),
     "coded": (torch.float32, dict(state_dtype=torch.int8)),
     "rounded": (torch.float32, dict(state_dtype=BF16, stochastic_rounding=True)),
     "master32": (BF16, dict(master_weight_bits=32)),

@@ -16,7 +16,6 @@ import sysconfig
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, lru_cache
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -293,10 +292,10 @@ class Graphs:
         dtype = scalar_dtype(self._device)
         for n, (leaf, g) in enumerate(zip(leaves.leaves, grads, strict=True)):
             if g is None or not g.numel():
-                num = 3 if of_h else 1
+                num = 3 if of_h[n] else 1
                 sums.append(leaf.x.new_zeros(len(leaf.norms), num, dtype=dtype))
                 continue
-            tensors = [*map(itemgetter(n), of_h.values()), g]
+            tensors = [*of_h[n], g]
             sums.append(self._compute(measure, g.shape[1] >= ROW, tensors))
         return torch.cat(sums)
 

@@ -65,8 +65,10 @@ class Leaves:
         self.leaves, self.rows = leaves, rows
         of_each = [leaf.operands for leaf in leaves]
         self.operands = {name: [o[name] for o in of_each] for name in of_each[0]}
-        names = [name for name in REFERENCE if name in self.operands]
-        self.references = {name: self.operands[name] for name in names}
+        # of each, the tensors that hold h
+        self.references = [
+            [o[name] for name in REFERENCE if name in o] for o in of_each
+        ]
 
     @property
     def group(self) -> Group:
@@ -625,7 +627,7 @@ class Pure:
         sums = []
         for n, g in enumerate(grads):
             assert g is not None
-            h = reference({name: of[n] for name, of in leaves.references.items()})
+            h = reference(dict(zip(REFERENCE, leaves.references[n], strict=False)))
             sums.append(products(g, h, g.shape[1] >= ROW))
         return torch.cat(sums)
 

@@ -10,10 +10,16 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import marsopt
 from marsopt import MARS, REGISTRY, FlatGroup
+from marsopt.parallel import MeshCollectives
 from marsopt.rules.formats import CODED, SCALE, SPAN, TOP, decode, encode
+from tests import dcp_states
+from tests.processes import spawn
 
 INT8 = dict(state_dtype=CODED)
 BF16, F32 = torch.bfloat16, torch.float32
@@ -271,10 +277,16 @@ def test_a_skipped_step_keeps_every_bit_and_a_replay_has_the_same():
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float64])
-def test_parameters_of_other_dtypes(dtype):
-    params, optimizer = built("adamw", {n: x.to(dtype) for n, x in tree(0).items()})
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(BF16, None), (BF16, 24), (BF16, 32), (torch.float64, None)]
+)
+def test_parameters_of_other_dtypes_and_master_weights(dtype, bits):
+    start = {n: x.to(dtype) for n, x in tree(0).items()}
+    params, optimizer = built("adamw", start, master_weight_bits=bits)
     walk(params, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    same(optimizer.state_dict(), saved)
     for n, p in params.items():
         state = optimizer.state[p]
         wide = torch.promote_types(dtype, F32)
@@ -404,3 +416,155 @@ def test_what_is_refused():
         rule.step(params, params, plain.init(params), lr=LR)
     with pytest.raises(ValueError, match=r"got a state of \['m', 'm_scale'"):
         plain.step(params, params, rule.init(params), lr=LR)
+
+
+# ---- sharded -------------------------------------------------------------------------
+
+ROWS, COLUMNS, COPY = Shard(0), Shard(1), Replicate()
+PLACES = {  # the mesh, and the placements of "cut", and of other tensors
+    "1 rank": ((1,), [ROWS], [ROWS]),
+    "3 ranks": ((3,), [ROWS], [ROWS]),
+    "columns": ((2,), [COLUMNS], [ROWS]),
+    "HSDP": ((2, 2), [COPY, ROWS], [COPY, ROWS]),
+    "two axes": ((2, 2), [ROWS, COLUMNS], [ROWS, COPY]),
+}
+CUT = {"cut": (50, 128), "tall": (96, 64), "b": (30,)}
+OF_RULES = ("mars-adamw", "mars-m", "normuon")
+
+
+def drawn(seed):
+    g = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(s, generator=g) for n, s in CUT.items()}
+
+
+def of_rule(name, put, **more):
+    """Parameters and an optimizer after steps."""
+    params = {n: nn.Parameter(put(n, x)) for n, x in drawn(0).items()}
+    own = dict(mars_type=name, lr=LR, max_norm=3.0, ns_dtype=F32, compile=False)
+    optimizer = MARS(params.items(), **own | INT8 | more)
+    for t in range(STEPS):
+        for n, x in drawn(1 + t).items():
+            params[n].grad = put(n, x)
+        optimizer.step()
+    return params, optimizer
+
+
+def wholes(params, optimizer):
+    """Parameters and their state in shards, whole."""
+    found = {n: whole(p.detach()) for n, p in params.items()}
+    for n, p in params.items():
+        state = {k: v for k, v in optimizer.state[p].items() if "row_" not in k}
+        found |= {f"{n} {key}": whole(value) for key, value in state.items()}
+    return found
+
+
+def whole(x):
+    return (x.full_tensor() if isinstance(x, DTensor) else x).clone()
+
+
+def sharded(rank, world, name):
+    mesh_shape, of_cut, others = PLACES[name]
+    mesh = init_device_mesh("cpu", mesh_shape)
+
+    def put(n, x):
+        places = of_cut if n == "cut" else others
+        return distribute_tensor(x, mesh, places, src_data_rank=None)
+
+    found = {}
+    for rule in OF_RULES:
+        own = dict(collectives=MeshCollectives(mesh))
+        params, optimizer = of_rule(rule, put, **own)
+        for p in params.values():
+            for key, value in optimizer.state[p].items():
+                if SCALE in key:
+                    assert value.placements == p.placements
+                    assert value.shape == (p.shape[0], p.shape[1] // SPAN)
+                    rows, cols = p.to_local().shape
+                    assert value.to_local().shape == (rows, cols // SPAN)
+        found[rule] = wholes(params, optimizer)
+        again = wholes(*of_rule(rule, put, **own))
+        torch.testing.assert_close(again, found[rule], rtol=0, atol=0)
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", PLACES)
+def test_shards_have_codes_of_their_own_and_replicas_the_same(name):
+    """As one process has them, to the errors of codes; with one rank to the bit."""
+    first, *others = spawn(sharded, torch.Size(PLACES[name][0]).numel(), name)
+    for found in others:
+        torch.testing.assert_close(found, first, rtol=0, atol=0)
+    for rule, found in first.items():
+        alone = wholes(*of_rule(rule, lambda n, x: x))
+        exact = wholes(*of_rule(rule, lambda n, x: x, state_dtype=None))
+        if name == "1 rank":
+            torch.testing.assert_close(found, alone, rtol=0, atol=0)
+        for n, start in drawn(0).items():
+            moved = (exact[n] - start).norm()
+            assert (found[n] - exact[n]).norm() < 0.03 * moved, (rule, n)
+        for key, value in found.items():
+            if value.dtype == CODED:
+                x = decode(value, found[key + SCALE], key.endswith("exp_avg_sq"))
+                assert (x - exact[key]).norm() < 0.05 * exact[key].norm(), (rule, key)
+
+
+def uncut(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    x = distribute_tensor(torch.ones(64, 64), mesh, [COLUMNS])
+    said = []
+    for build in (
+        lambda: MARS([nn.Parameter(x)], collectives=MeshCollectives(mesh), **INT8),
+        lambda: marsopt.rule("adamw", **INT8).init(
+            [x], collectives=MeshCollectives(mesh)
+        ),
+    ):
+        with pytest.raises(ValueError) as caught:
+            build()
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.processes
+def test_a_mesh_that_cuts_elements_of_one_scale_is_refused():
+    for said in spawn(uncut, 2):
+        for text in said:
+            assert "got a piece of shape (64, 32)" in text
+            assert "expected contiguous rows of a multiple of 64 columns" in text
+
+
+def legs(rank, world, folder, first, last):
+    """Whole parameters and state at the start, and after steps, under FSDP2."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 100), nn.Tanh(), nn.Linear(100, 64))
+    mesh = init_device_mesh("cpu", (world,))
+    fully_shard(model, mesh=mesh)
+    optimizer = MARS(
+        model.named_parameters(),
+        mars_type="mars-adamw",
+        collectives=MeshCollectives(mesh),
+        compile=False,
+        **INT8,
+    )
+    if first:
+        dcp_states.load(model, optimizer, f"{folder}/{first}")
+    params = dict(model.named_parameters())
+    start = wholes(params, optimizer)
+    inputs = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    for _ in range(first, last):
+        (model(inputs) - inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dcp_states.save(model, optimizer, f"{folder}/{last}")
+    return start, wholes(params, optimizer)
+
+
+@pytest.mark.processes
+def test_a_checkpoint_has_its_codes_on_other_numbers_of_ranks(tmp_path):
+    end = {}
+    for world, first, last in ((2, 0, 2), (3, 2, 3), (1, 3, 4)):
+        found = spawn(legs, world, str(tmp_path), first, last)
+        for start, _ in found if first else ():
+            torch.testing.assert_close(start, end, rtol=0, atol=0)
+        _, end = found[0]
+    assert end["0.weight exp_avg"].dtype == CODED
+    assert end["2.weight exp_avg"].dtype == F32  # rows of 100
