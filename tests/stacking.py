@@ -78,18 +78,6 @@ def copies(params) -> list[torch.Tensor]:
     return [p.detach().clone() for p in params]
 
 
-def in_one_buffer(tensors) -> list[torch.nn.Parameter]:
-    """Parameters like these, pieces of one buffer, whose writes autograd counts
-    together.
-    """
-    whole = torch.cat([x.detach().flatten() for x in tensors])
-    parts = whole.split([x.numel() for x in tensors])
-    return [
-        torch.nn.Parameter(part.view_as(x))
-        for part, x in zip(parts, tensors, strict=True)
-    ]
-
-
 def equal(a, b, atol: float = 0.0) -> None:
     for x, y in zip(a, b, strict=True):
         torch.testing.assert_close(x.detach(), y.detach(), rtol=0, atol=atol)
