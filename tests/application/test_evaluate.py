@@ -13,11 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.application.runs import ROOT
 from train.data import tokenizer_files
-from train.data.batches import Batches
 from train.data.token_files import Split
 from train.data.tokenizers import Bytes
 from train.data.tokens import SPLITS, Meta
@@ -76,21 +74,6 @@ def test_whole_loss_is_every_token_once(count, batch):
     want = one_by_one(model, tokens, 7)
     assert found.tokens == len(want) == count - 1
     assert found.nats_per_token == pytest.approx(sum(want) / len(want), rel=1e-5)
-
-
-@torch.no_grad()
-def test_a_run_that_validates_on_every_window_has_the_loss_of_evaluation():
-    model, length, windows = scattered(), 8, 24
-    count = windows * length + 1
-    tokens = np.random.default_rng(0).integers(0, 257, count).astype(np.uint16)
-    whole = whole_loss(model, tokens, window=length, batch=5)
-    sizes = dict(local_batch=windows // 4, seq_len=length, vocab_size=257)
-    losses = []
-    for rank in range(2):
-        loader = Batches(tokens, rank=rank, world=2, **sizes, spread=windows)
-        for x, y in (loader.next(), loader.next()):
-            losses.append(F.cross_entropy(model(x).flatten(0, 1), y.flatten()).item())
-    assert sum(losses) / 4 == pytest.approx(whole.nats_per_token, rel=1e-5)
 
 
 # ---- the harness ---------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,7 +14,6 @@ import pytest
 
 from tests.corpora import MARK, documents, llmc_files, nanogpt_files, write_corpus
 from train.data import hub, web_text
-from train.data.hub import Corpus, Place
 from train.data.tokenizers import tokenizer
 from train.data.tokens import open_tokens
 from train.data.web_text import split_order
@@ -99,18 +97,6 @@ def test_the_number_of_processes_does_not_matter(tmp_path, corpus, source, monke
     make(source, corpus, tmp_path / "one")
     make(source, corpus, tmp_path / "two", processes=2)
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
-
-
-@pytest.mark.parametrize("form", ["parquet", "jsonl"])
-def test_every_position_is_one_to_go_on_from(tmp_path, monkeypatch, form):
-    monkeypatch.setattr(hub, "BATCH_DOCUMENTS", 13)
-    place = Place(str(write_corpus(tmp_path / "corpus", TEXTS, form)))
-    read = list(Corpus(place, None).batches(None))
-    assert [t for _, texts in read for t in texts] == TEXTS
-    for i, (position, _) in enumerate(read):
-        rest = Corpus(place, None).batches(json.loads(json.dumps(position)))
-        want = [t for _, texts in read[i:] for t in texts]
-        assert [t for _, texts in rest for t in texts] == want
 
 
 # ---- kills ---------------------------------------------------------------------------

@@ -340,19 +340,6 @@ def test_gradient_accumulation(names):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
 
 
-def test_one_cycle_without_momentum(names):
-    found = run("OneCycleLR", names)
-    rates, betas = [], [group["betas"] for group in found.optimizer.param_groups]
-    for _ in range(100):
-        for p in found.model.parameters():
-            p.grad = torch.zeros_like(p)
-        found.optimizer.step()
-        rates.append(found.optimizer.param_groups[0]["lr"])
-        found.scheduler.step() if len(rates) < 100 else None
-    assert [group["betas"] for group in found.optimizer.param_groups] == betas
-    assert max(rates) == pytest.approx(6e-3)
-
-
 def test_many_runs_at_once_and_gradients_of_a_run(names):
     """The rate's derivative beside finite differences, in float64."""
     model = names["model"].double()
