@@ -114,7 +114,7 @@ def launches_of(runner: Kernels, binding: Binding) -> list[Launch]:
             binding.groups,
             binding.exchanges,
             grads,
-            max_norm=1.0,
+            max_norm=torch.ones((), dtype=torch.float64, device="meta"),
             collectives=LOCAL,
             runner=runner,
             has_grad=has_grad,

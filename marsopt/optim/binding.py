@@ -280,6 +280,7 @@ class BoundFormula(Group):
         self.first, self.members, self.table = first, members, table
         self.packs, self.counts = packs, counts
         self.params = [member.p for member in members]
+        self.has_stages = inputs.algorithm.has_stages
         self.in_order = not any(packs) and all(leaf.strides == () for leaf in leaves)
         rest = iter(members)
         params_of_leaves = [[next(rest) for _ in leaf.params] for leaf in leaves]
@@ -613,7 +614,7 @@ class Binding:
                 torch._foreach_copy_(views, entries)
             if is_changed:
                 group.table.send()
-            if group.algorithm.has_stages:
+            if group.has_stages:
                 group.stages = self._stages(group)
             group_grads = list(map(GRAD, group.params))
             has_grads = [g is not None for g in group_grads]
@@ -687,9 +688,9 @@ class Binding:
                 pack.scatter()
             written = compress(group.written, is_stepped)
             torch.autograd.graph.increment_version(chain.from_iterable(written))
-        skipped += decision.finite.logical_not()
+        skipped += decision.skipped
         for group in self.groups:
-            if group.algorithm.has_stages:
+            if group.has_stages:
                 self._count_stages(group, decision.finite)
 
     def _count_stages(self, group: BoundFormula, finite: Tensor) -> None:

@@ -81,6 +81,7 @@ class Decision(NamedTuple):
 
     grad_norm: Tensor  # 0-D, global norm of the gradient before any clip
     finite: Tensor  # 0-D bool; False means that nothing changes
+    skipped: Tensor  # 0-D bool, its opposite, which is added to a counter
     t: list[Tensor]  # (tensors,), after the step
     ok: list[Tensor]  # (tensors,) bool: which of them are updated
     scalars: list[Scalars]
@@ -148,16 +149,38 @@ def clips_of(
     for i in inputs:
         part = sums[first : first + i.rows.num_norms]
         first += i.rows.num_norms
-        n, algorithm = i.read(), i.algorithm
         t = i.rows.of_norms(i.t.to(part.dtype) + 1)
-        beta1 = at(algorithm.preconditioner.beta1(n), t, n.log_time)
-        weights: tuple[Tensor, ...] = (global_clip.expand(len(part)),)
-        squares = part[:, 0]
-        if algorithm.correction is not None:
-            weigh = algorithm.correction.weights
-            weights, squares = weigh(beta1, n, global_clip, part[:, :-1])
-        clips.append(FormulaClips(n, t, beta1, part, weights, squares))
+        clips.append(clips_of_formula(i.algorithm, i.read(), t, part, global_clip))
     return g_square, global_clip, clips
+
+
+def clips_of_formula(
+    algorithm: Algorithm, n: Numbers, t: Tensor, sums: Tensor, global_clip: Tensor
+) -> FormulaClips:
+    """Return the clips of one formula, by its complete sums; ``t`` (N,) is the number
+    of this step.
+    """
+    beta1 = at(algorithm.preconditioner.beta1(n), t, n.log_time)
+    weights: tuple[Tensor, ...] = (global_clip.expand(len(sums)),)
+    squares = sums[:, 0]
+    if algorithm.correction is not None:
+        weigh = algorithm.correction.weights
+        weights, squares = weigh(beta1, n, global_clip, sums[:, :-1])
+    return FormulaClips(n, t, beta1, sums, weights, squares)
+
+
+def fits(algorithm: Algorithm, dtype: torch.dtype, clip: FormulaClips) -> Tensor:
+    """Return whether everything of each norm is finite, and fits the state (N,).
+
+    Args:
+        algorithm: of the formula.
+        dtype: working dtype of its tensors.
+        clip: its clips.
+    """
+    fits = clip.c_squares <= largest_square(algorithm, dtype)
+    for column in clip.sums.unbind(1):
+        fits = fits & torch.isfinite(column)
+    return fits & torch.isfinite(clip.n.lr)
 
 
 def decide(inputs: Sequence[Inputs], sums: Tensor, max_norm: Number | None) -> Decision:
@@ -174,16 +197,16 @@ def decide(inputs: Sequence[Inputs], sums: Tensor, max_norm: Number | None) -> D
     g_square, global_clip, clips = clips_of(inputs, sums, max_norm)
     finite = torch.isfinite(g_square)
     for i, clip in zip(inputs, clips, strict=True):
-        fits = clip.c_squares <= largest_square(i.algorithm, i.dtype)
-        finite = finite & fits.all() & torch.isfinite(clip.sums).all()
-        finite = finite & torch.isfinite(clip.n.lr).all()
-    decision = Decision(g_square.sqrt(), finite, [], [], [])
+        finite = finite & fits(i.algorithm, i.dtype, clip).all()
+    skipped = finite.logical_not()
+    decision = Decision(g_square.sqrt(), finite, skipped, [], [], [])
     for i, clip in zip(inputs, clips, strict=True):
         is_updated = (clip.sums[:, -1] > 0) & finite
         ok = i.rows.of_tensors(is_updated)
         decision.t.append(i.t + ok.to(i.t.dtype))
         decision.ok.append(ok)
-        table = _table(i, clip, global_clip).to(i.dtype)
+        columns = columns_of(i.algorithm, i.rows, clip, global_clip)
+        table = torch.stack(columns, 1).to(i.dtype)
         decision.scalars.append(Scalars(i.rows.of_parts(is_updated), table))
     return decision
 
@@ -199,6 +222,58 @@ def decide_alone(
     """
     sums = sums_of_norms(inputs, products, has_grad)
     return sums, decide(inputs, sums, max_norm)
+
+
+# ---- one tensor, as a kernel computes it ---------------------------------------------
+
+
+class Form(NamedTuple):
+    """The form of one formula's decision, if each of its tensors has one norm and one
+    part: everything but numbers.
+    """
+
+    algorithm: Algorithm
+    dtype: torch.dtype  # of its table of scalars
+    num_products: int
+    has_groups: bool  # whether tensors have several rows of numbers
+    of_index: tuple[tuple[str, torch.dtype], ...]  # columns that it has, with dtypes
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Form:
+        """Return the form of a formula."""
+        columns = dict(scales=inputs.rows.scales, seeds=inputs.rows.seeds)
+        index = tuple((n, x.dtype) for n, x in columns.items() if x is not None)
+        has_groups = inputs.group_of_norm is not None
+        num = 1 if inputs.algorithm.h_from is None else 3
+        return cls(inputs.algorithm, inputs.dtype, num, has_groups, index)
+
+
+def decide_row(form: Form, values: dict[str, Tensor]) -> list[Tensor]:
+    """Return whether everything of a tensor is finite and fits, and its row of scalars:
+    ``decide`` for n tensors, by columns.
+
+    Args:
+        form: the form of their formula.
+        values: by name (1, n): products "s0", ..., zero where there is no gradient;
+            "count", 1 where there is one; numbers "n0", ...; "t", steps taken; columns
+            of the index. (1, 1): "square" of the global norm and, if it is clipped, its
+            "threshold".
+    """
+    columns = {name: value.view(-1) for name, value in values.items()}
+    square, num = columns["square"].view(()), len(columns["t"])
+    global_clip = torch.ones_like(square)
+    if "threshold" in columns:
+        global_clip = global_clip_of(root(square), columns["threshold"].view(()))
+    algorithm = form.algorithm
+    n = algorithm.read([columns[f"n{k}"] for k in range(len(algorithm.columns))])
+    products = [columns[f"s{k}"] for k in range(form.num_products)]
+    sums = torch.stack([*products, columns["count"]], 1)
+    t = columns["t"].to(square.dtype) + 1
+    clip = clips_of_formula(algorithm, n, t, sums, global_clip)
+    scales, seeds = columns.get("scales"), columns.get("seeds")
+    index = Index(num, None, None, None, None, scales, seeds)
+    row = columns_of(algorithm, index, clip, global_clip)
+    return [fits(algorithm, form.dtype, clip), *row]
 
 
 def clip_factors(
@@ -232,9 +307,10 @@ def largest_square(algorithm: Algorithm, dtype: torch.dtype) -> float:
     return min(of_x, torch.finfo(torch.bfloat16).max) if narrow else of_x
 
 
-def _table(inputs: Inputs, clip: FormulaClips, global_clip: Tensor) -> Tensor:
-    """Return the scalars of each part (P, S), as ``StepScalars`` reads them."""
-    algorithm, index = inputs.algorithm, inputs.rows
+def columns_of(
+    algorithm: Algorithm, index: Index, clip: FormulaClips, global_clip: Tensor
+) -> list[Tensor]:
+    """Return the scalars of each part, (P,) each, as ``StepScalars`` reads them."""
     columns: list[Any] = [global_clip] if algorithm.h_from == "step" else []
     columns += clip.weights
     if algorithm.has_noise:  # 16 bits are exact in every working dtype
@@ -252,14 +328,7 @@ def _table(inputs: Inputs, clip: FormulaClips, global_clip: Tensor) -> Tensor:
             columns[i] = (columns[i].to(torch.int64) ^ half).to(unit.dtype)
     if index.scales is not None:
         columns.append(index.scales)
-    if not torch.compiler.is_compiling():
-        return torch.stack(columns, 1)
-    # inductor copies the columns that it concatenates: a launch each
-    place = torch.arange(len(columns), device=columns[0].device)
-    table: Tensor = columns[0][:, None]
-    for i, column in enumerate(columns):
-        table = torch.where(place == i, column[:, None], table)
-    return table
+    return columns
 
 
 def num_columns(algorithm: Algorithm) -> int:
@@ -271,4 +340,4 @@ def num_columns(algorithm: Algorithm) -> int:
     n = inputs.read()
     weights = (one,) if algorithm.h_from is None else (one, one)
     clip = FormulaClips(n, one, 1.0, one, weights, one)
-    return _table(inputs, clip, one[0]).shape[1] + algorithm.matrix_only
+    return len(columns_of(algorithm, index, clip, one[0])) + algorithm.matrix_only

@@ -52,11 +52,18 @@ FORMS = {
     **{operator: f"({{0}} {sign} {{1}})" for operator, sign in INFIX.items()},
     **{operator: f"({{0}} {sign} {{1}})" for operator, sign in COMPARISONS.items()},
     "abs": "tl.abs({0})",
+    "neg": "(-{0})",
+    "reciprocal": "(1.0 / {0})",
     "rsub": "({1} - {0})",
     "sign": "(({0} > 0).to({dtype}) - ({0} < 0).to({dtype}))",
     "sqrt": "{sqrt}({0})",
     **dict.fromkeys(("clamp", "maximum"), "tl.maximum({0}, {1}{nan})"),
+    "minimum": "tl.minimum({0}, {1}{nan})",
+    # of positive bases, to some ulps of float64
+    "pow": "tl.exp({1} * tl.log({0}))",
 }
+# operators on a matrix of which each column is a value
+COLUMNS = ("slice", "select", "unbind", "getitem")
 
 
 # functions of printed kernels: the largest of each span, and a scale for each element
@@ -133,6 +140,7 @@ class _Writer:
         self.names: dict[str, str] = {}  # by expression: each is computed once
         self.values: dict[Any, Value] = {}  # by node
         self.size = TRACED_SIZE  # elements of the result that is being written
+        self.columns: dict[Any, list[Value]] = {}  # by node of a matrix
 
     def write(self, module: fx.GraphModule, inputs: Sequence[Value]) -> Body:
         """Write all nodes of ``module``; its placeholders are ``inputs``."""
@@ -145,7 +153,7 @@ class _Writer:
                 raise Unprintable("a constant tensor")
             elif node.op == "output":
                 results = [self.values[result] for result in node.args[0]]
-            else:
+            elif not self.is_of_columns(node):
                 self.values[node] = self.call(node)
         return Body(self.lines, results, tuple(used))
 
@@ -158,14 +166,35 @@ class _Writer:
             self.lines.append(f"{self.names[value.text]} = {_bare(value.text)}")
         return value._replace(text=self.names[value.text])
 
+    def is_of_columns(self, node: fx.Node) -> bool:
+        """Return whether a node stacks columns, or takes some of them, which prints
+        nothing.
+        """
+        args: Any = node.args
+        operator = name_of(node)
+        if operator == "stack" and args[1:] == (1,):
+            self.columns[node] = [self.values[column] for column in args[0]]
+        elif operator in COLUMNS and args[0] in self.columns:
+            columns = self.columns[args[0]]
+            if operator == "unbind" or args[1:3] == (0, 0):
+                self.columns[node] = columns
+            elif operator == "slice":
+                self.columns[node] = columns[slice(*args[2:])]
+            else:
+                self.values[node] = columns[args[-1]]
+        else:
+            return False
+        return True
+
     def call(self, node: fx.Node) -> Value:
         """Return the value of a node that calls an operator."""
-        target: Any = node.target
-        result, operator = node.meta["val"], target.overloadpacket.__name__
+        result, operator = node.meta["val"], name_of(node)
         args: Any = node.args
         if not isinstance(result, Tensor) or result.numel() not in SIZES:
             raise Unprintable(operator)
         self.size = result.numel()
+        if operator == "ones_like":
+            return self.name(Value(_full(1, result.dtype), result.dtype))
         if operator == "scalar_tensor":
             return self.name(Value(_full(args[0], result.dtype), result.dtype))
         if operator in ALIASES and self.values[args[0]].dtype == result.dtype:
@@ -199,8 +228,14 @@ class _Writer:
             operator = "bitwise_and"
         if operator not in FORMS:
             raise Unprintable(operator)
-        if options or (operator == "clamp" and len(args) > 2):
-            raise Unprintable(f"{operator} with {options or 'a maximum'}")
+        if operator == "clamp" and len(args) > 2:
+            if args[1] is not None:
+                raise Unprintable("clamp with two bounds")
+            operator, args = "minimum", (args[0], args[2])
+        if operator == "pow" and dtype != torch.float64:
+            raise Unprintable(f"pow of {dtype}")
+        if options:
+            raise Unprintable(f"{operator} with {options}")
         operands = [self.operand(argument, working) for argument in args]
         value = self.fill(FORMS[operator], operands)
         if operator in COMPARISONS:
@@ -233,6 +268,12 @@ class _Writer:
         if isinstance(argument, fx.Node):
             return cast(self.value(argument), dtype)
         return Value(_literal(argument, dtype), dtype)
+
+
+def name_of(node: fx.Node) -> str:
+    """Return the name of a node's operator."""
+    target: Any = node.target
+    return str(getattr(target, "overloadpacket", target).__name__)
 
 
 def triton_dtype(dtype: torch.dtype) -> str:

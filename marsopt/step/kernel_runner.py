@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache
 from itertools import chain, islice
 from typing import Any
@@ -17,18 +18,27 @@ from torch import Tensor
 from marsopt.rules.component import Algorithm
 from marsopt.rules.formats import span_of
 from marsopt.rules.numerics import working
-from marsopt.step.decide import Scalars, StepScalars, num_columns
+from marsopt.step.decide import (
+    Form,
+    Inputs,
+    Scalars,
+    StepScalars,
+    decide,
+    decide_alone,
+    num_columns,
+)
 from marsopt.step.expressions import Unprintable
 from marsopt.step.graphs import KEPT, Graphs, Say
 from marsopt.step.kernels import (
     AddressTable,
     Blocks,
+    DecisionKernel,
     SumsKernel,
     Tables,
     UpdateKernel,
     build,
 )
-from marsopt.step.printer import print_sums, print_update
+from marsopt.step.printer import print_decision, print_sums, print_update
 from marsopt.step.step import (
     REFERENCE,
     Batch,
@@ -89,6 +99,15 @@ def sums_kernel(operands: Dtypes) -> SumsKernel:
 
     names = " and ".join(name for name, _ in operands)
     return SumsKernel(print_sums(f"sums of {names}", body, dict(operands)))
+
+
+@lru_cache(maxsize=KEPT)
+def decision_kernel(
+    forms: tuple[Form, ...], is_clipped: bool, is_alone: bool
+) -> DecisionKernel:
+    """Return the kernel of ``decide.decide`` for formulas of these forms."""
+    printed = print_decision(forms, is_clipped=is_clipped, is_alone=is_alone)
+    return DecisionKernel(printed, [num_columns(form.algorithm) for form in forms])
 
 
 class Memory:
@@ -186,6 +205,8 @@ class Kernels:
             if (device := group.leaves[0].x.device).type == "cuda":
                 build([*chain.from_iterable(expected.values())], device)
         self._grads: dict[Group, tuple[torch.dtype, Tensor]] = {}
+        # by whether there is a clip, and whether one process has everything
+        self._decisions: dict[tuple[bool, bool], DecisionKernel | None] = {}
         # the kernels that were launched stay with the runner, however many other
         # kernels the process has
         self._launches: dict[Any, tuple[UpdateKernel | SumsKernel, Blocks]] = {}
@@ -253,7 +274,36 @@ class Kernels:
         return []
 
     def small(self, function: Callable[..., Result], *args: Any) -> Result:
-        return self._graphs.small(function, *args)
+        inputs, max_norm = args[0], args[-1]
+        is_alone = function is decide_alone
+        kernel = None
+        if is_alone or function is decide:
+            kernel = self._decision(inputs, max_norm is not None, is_alone)
+        if kernel is None:
+            return self._graphs.small(function, *args)
+        if not is_alone:
+            return kernel(*args)  # type: ignore[return-value]
+        _, products, has_grad, _ = args
+        width = max(x.shape[1] for x in products) + 1
+        sums = products[0].new_empty(sum(map(len, products)), width)
+        decision = kernel(inputs, sums, max_norm, products, has_grad)
+        return sums, decision  # type: ignore[return-value]
+
+    def _decision(
+        self, inputs: Sequence[Inputs], is_clipped: bool, is_alone: bool
+    ) -> DecisionKernel | None:
+        """Return the kernel of a decision; None if graphs make it: tensors of several
+        norms or parts, a user's component, or an operator that the printer lacks.
+        """
+        key = is_clipped, is_alone
+        if key not in self._decisions:
+            forms = tuple(map(Form.of, inputs))
+            self._decisions[key] = None
+            is_plain = all(i.rows.is_identity for i in inputs)
+            if is_plain and all(form.algorithm in self.printed for form in forms):
+                with suppress(Unprintable):
+                    self._decisions[key] = decision_kernel(forms, *key)
+        return self._decisions[key]
 
     def _launch(
         self,

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from marsopt.step.printer import BLOCK, CHUNK, OPTIONS, Printed
+from marsopt.step.decide import Decision, Inputs, Scalars
+from marsopt.step.printer import BLOCK, CHUNK, OPTIONS, ROWS, Printed
 
 PROBE = """\
 # marsopt: whether Triton builds kernels
@@ -285,6 +286,54 @@ class SumsKernel(Kernel):
             args = partials, parts.firsts, totals
             self._launch(self.functions[1], num_parts, *args, CHUNK=CHUNK)
         return totals
+
+
+class DecisionKernel(Kernel):
+    """Makes the decision of a step: see ``printer.print_decision``.
+
+    Args:
+        printed: its source.
+        num_columns: scalars of a part of each formula.
+    """
+
+    def __init__(self, printed: Printed, num_columns: Sequence[int]) -> None:
+        super().__init__(printed)
+        self._num_columns = num_columns
+
+    def __call__(
+        self,
+        inputs: Sequence[Inputs],
+        sums: Tensor,
+        max_norm: Tensor | None,
+        products: Sequence[Tensor] = (),
+        has_grad: Tensor | None = None,
+    ) -> Decision:
+        """Return the decision, by one launch on the current stream.
+
+        Args:
+            inputs: of every formula.
+            sums: complete; with ``products`` they are written.
+            max_norm: as ``decide_alone`` has it.
+            products, has_grad: as ``decide_alone`` has them, if one process has
+                everything.
+        """
+        device, sizes = sums.device, [len(i.t) for i in inputs]
+        norm = torch.empty((), dtype=sums.dtype, device=device)
+        finite, skipped = torch.empty(2, dtype=torch.bool, device=device).unbind()
+        args = [has_grad, sums, max_norm, norm, finite, skipped]
+        decision = Decision(norm, finite, skipped, [], [], [])
+        for number, (i, num) in enumerate(zip(inputs, self._num_columns, strict=True)):
+            t, ok = torch.empty_like(i.t), torch.empty_like(i.t, dtype=torch.bool)
+            scalars = Scalars(ok, sums.new_empty(len(ok), num, dtype=i.dtype))
+            args += [*products[number : number + 1], i.numbers, i.group_of_norm, i.t]
+            args += [i.rows.scales, i.rows.seeds, t, *scalars]
+            decision.t.append(t)
+            decision.ok.append(ok)
+            decision.scalars.append(scalars)
+        tables = [x for x in args if x is not None]
+        with device_guard(device):
+            self._launch(self.functions[0], 1, *tables, *sizes, ROWS=ROWS)
+        return decision
 
 
 def build(kernels: Sequence[Kernel], device: torch.device) -> None:

@@ -194,6 +194,12 @@ class Index(NamedTuple):
     scales: Tensor | None  # (P,) of the learning rate; None: elementwise
     seeds: Tensor | None  # (P,) int64, of the noise; None: all are 0
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether each tensor has one norm, and each norm one part."""
+        maps = self.norm_of_part, self.parts_of_norm, self.tensor_of_norm
+        return all(x is None for x in maps)
+
     def sums(self, products: Tensor) -> Tensor:
         """Return the sums of norms (N, pairs), from the sums of parts (P, pairs)."""
         if self.parts_of_norm is None:

@@ -15,8 +15,17 @@ import torch
 from torch import Tensor
 
 from marsopt.rules.formats import span_of
-from marsopt.step.expressions import cast, computing_dtype, print_body, triton_dtype
+from marsopt.step.decide import Form, decide_row
+from marsopt.step.expressions import (
+    Body,
+    cast,
+    computing_dtype,
+    print_body,
+    triton_dtype,
+)
 from marsopt.step.source import (
+    DECISION,
+    ROWS_OF,
     SUMS,
     UPDATE,
     Block,
@@ -38,6 +47,7 @@ OPTIONS = {  # of Triton's compiler
 WIDE = {5: 4096, 9: 2048, 1 << 30: 1024}
 NARROW = 1024  # elements of a masked step
 CHUNK = 1024  # blocks: so many sums are added at once
+ROWS = 512  # tensors: so many are decided about at once
 
 Update = Callable[[dict[str, Tensor], tuple[Tensor, ...], Tensor], Mapping[str, Tensor]]
 Sums = Callable[[dict[str, Tensor]], Sequence[Tensor]]
@@ -180,3 +190,115 @@ def print_sums(title: str, body: Sums, operands: Operands) -> Printed:
     source += SUMS.format(name=name, lines=indented(lines, 4))
     source += totals_source(name, num_terms)
     return Printed(name, source, dict(operands), block.reads, num_terms=num_terms)
+
+
+def print_decision(
+    forms: Sequence[Form], *, is_clipped: bool, is_alone: bool
+) -> Printed:
+    """Print the kernel that sums the squared norms, and makes the decision from them
+    and from the numbers of param groups.
+
+    Args:
+        forms: of each formula.
+        is_clipped: whether there is a threshold of the global norm.
+        is_alone: whether it gets products, and stores the sums; else it gets sums.
+
+    Raises:
+        Unprintable: an operator of ``decide_row`` has no Triton expression.
+    """
+    width = max(form.num_products for form in forms) + 1
+    arguments = ["has_grad"] if is_alone else []
+    arguments += ["sums", *(["max_norm"] if is_clipped else [])]
+    arguments += ["norm_out", "finite_out", "skipped_out"]
+    formulas, sizes = list[str](), [f"num{i}" for i in range(len(forms))]
+    squares, checks, stores = list[str](), list[str](), list[str]()
+    for i, form in enumerate(forms):
+        body, traced = _print_row(i, form, is_clipped)
+        formulas.append(body)
+        num, num_columns = form.num_products, len(traced.results) - 1
+        index = f"tl.load(groups{i} + rows, mask=mask, other=0)"
+        start = "".join(f"{size} + " for size in sizes[:i])
+        of_sums = f"sums + {width} * ({start}rows)"
+        has, source = f"{of_sums} + {width - 1}", of_sums
+        if is_alone:
+            has, source = f"has_grad + {start}rows", f"products{i} + {num} * rows"
+        products = [
+            f"p{k} = tl.load({source} + {k}, mask=mask, other=0.0)" for k in range(num)
+        ]
+        num_numbers = len(form.algorithm.columns)
+        loads = [
+            *products,
+            *(f"s{k} = tl.where(has, p{k}, 0.0)" for k in range(num)),
+            f"group = {index if form.has_groups else '0 * rows'}",
+            *(
+                f"n{k} = tl.load(numbers{i} + {num_numbers} * group + {k})"
+                for k in range(num_numbers)
+            ),
+            *(
+                f"{name} = tl.load({name}{i} + rows, mask=mask, other=0)"
+                for name in ("t", *dict(form.of_index))
+            ),
+            *(["threshold = tl.load(max_norm)"] if is_clipped else []),
+        ]
+        columns = [f"c{k}" for k in range(num_columns)]
+        call = f"fits, {', '.join(columns)} = formula{i}({', '.join(traced.used)})"
+        sums = [*(f"p{k}" for k in range(num)), *["0.0"] * (width - 1 - num), "count"]
+        results = [
+            "moves = has.to(tl.int32) > bad",
+            f"tl.store(t_out{i} + rows, t + moves.to(tl.float32), mask=mask)",
+            f"tl.store(ok_out{i} + rows, moves, mask=mask)",
+            *(
+                f"tl.store(table_out{i} + {num_columns} * rows + {k}, c{k}, mask=mask)"
+                for k in range(num_columns)
+            ),
+            *(
+                f"tl.store({of_sums} + {k}, {value}, mask=mask)"
+                for k, value in enumerate(sums if is_alone else [])
+            ),
+        ]
+        square = "square += tl.sum(tl.where(has, p0, 0.0))"
+        check = "bad += tl.sum(tl.where(fits | (mask == 0), 0, 1))"
+        for loops, lines in (
+            (squares, [*products[:1], square]),
+            (checks, [*loads, call, check]),
+            (stores, [*loads, call, *results]),
+        ):
+            text = ROWS_OF.format(i=i, has=has, lines=indented(lines, 4))
+            loops += text.splitlines()
+        tables = [*(["products"] if is_alone else []), "numbers"]
+        tables += [*(["groups"] if form.has_groups else []), "t"]
+        tables += [*dict(form.of_index), "t_out", "ok_out", "table_out"]
+        arguments += [f"{name}{i}" for name in tables]
+    source = DECISION.format(
+        formulas="\n".join(formulas),
+        sizes=sizes,
+        tables=arguments,
+        arguments=", ".join([*arguments, *sizes]),
+        squares=indented(squares, 4),
+        checks=indented(checks, 4),
+        stores=indented(stores, 4),
+    )
+    return Printed("decision", source, {}, ())
+
+
+def _print_row(number: int, form: Form, is_clipped: bool) -> tuple[str, Body]:
+    """Return the source of ``decide_row`` for a formula of this number, and the
+    function as lines.
+    """
+    columns = {f"s{k}": torch.float64 for k in range(form.num_products)}
+    columns["count"] = torch.float64
+    columns |= {f"n{k}": torch.float64 for k in range(len(form.algorithm.columns))}
+    columns |= {"t": torch.float32, **dict(form.of_index)}
+    scalars = {"square": torch.float64}
+    scalars |= {"threshold": torch.float64} if is_clipped else {}
+
+    def row(*values: Tensor) -> list[Tensor]:
+        return decide_row(form, dict(zip([*columns, *scalars], values, strict=True)))
+
+    traced = print_body(row, columns, scalars)
+    fits, *table = traced.results
+    results = [fits.text, *(cast(value, form.dtype).text for value in table)]
+    lines = indented([*traced.lines, f"return {', '.join(results)}"], 4)
+    inputs = indented(traced.used, 4).replace("\n", ",\n")
+    head = f"\n@triton.jit\ndef formula{number}(\n{inputs},\n):\n"
+    return f"{head}{lines}\n", traced

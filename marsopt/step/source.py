@@ -82,6 +82,40 @@ def {name}_totals(partials, firsts, totals, CHUNK: tl.constexpr):
         block += CHUNK
 {stores}
 """
+# one program, since a norm of one tensor decides about all of them
+DECISION = """\
+# marsopt: decision
+import triton
+import triton.language as tl
+
+{formulas}
+
+@triton.jit(
+    do_not_specialize={sizes},
+    do_not_specialize_on_alignment={tables},
+)
+def decision({arguments}, ROWS: tl.constexpr):
+    lanes = tl.arange(0, ROWS)
+    square = tl.full((), 0.0, tl.float64)
+{squares}
+    bad = tl.full((), 0, tl.int32)
+{checks}
+    bad += tl.where(square - square == 0, 0, 1)
+{stores}
+    tl.store(norm_out, tl.sqrt(square))
+    tl.store(finite_out, bad == 0)
+    tl.store(skipped_out, bad != 0)
+"""
+ROWS_OF = """\
+first = 0
+while first < num{i}:
+    rows = first + lanes
+    mask = rows < num{i}
+    has = tl.load({has}, mask=mask, other=0) != 0
+    count = has.to(tl.float64)
+{lines}
+    first += ROWS
+"""
 START = """\
 start = tl.load(blocks + program).to(tl.int64) * BLOCK
 size = tl.minimum(tl.load(sizes + part) - start, BLOCK).to(tl.int32)

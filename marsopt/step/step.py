@@ -456,7 +456,8 @@ def step(
                 operands = {**group.operands, "g": grads[number]}
                 scalars = decision.scalars[number]
                 results = runner.map(updated, group, operands, scalars)
-                _take(outcome, number, group.places, results)
+                if results:
+                    _take(outcome, number, group.places, results)
     for sets in exchanges:
         _exchange(sets, grads, outcome, collectives, runner)
     return outcome
@@ -552,7 +553,8 @@ def _exchange(
         scalars = decision.scalars[leaves.number]
         with named_range("marsopt: update"):
             results = runner.map(applied, leaves, operands, scalars)
-        _take(outcome, leaves.number, leaves.places, results)
+        if results:
+            _take(outcome, leaves.number, leaves.places, results)
 
 
 def _from_owners(
