@@ -137,7 +137,8 @@ class MARS(Optimizer):
         state_dtype: dtype of the state; None = the parameter's own, float32 for
             float16 and with ``master_weight_bits``. torch.float32 for bf16 parameters;
             not narrower than the parameter, but torch.bfloat16 with
-            ``stochastic_rounding``.
+            ``stochastic_rounding``, or torch.int8: averages are codes of 8 bits, with a
+            scale for 64 neighbours in a row.
         collectives: ``marsopt.parallel.MeshCollectives(mesh)`` for sharded parameters;
             ``marsopt.parallel.DataParallel(process_group)`` under DDP, where ranks
             share Newton-Schulz. ``for_model`` finds either.

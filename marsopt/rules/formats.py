@@ -124,16 +124,17 @@ def decode(codes: Tensor, scales: Tensor, are_squares: bool) -> Tensor:
         root = (code + MIDDLE) * (scale * (1 / ROOT_TOP))
         value: Tensor = root * root
     else:
-        value = code * code.abs() * (scale * (1 / TOP**2))
+        value = code / (2 * TOP - code.abs()) * scale
     return value.flatten(1)
 
 
 def encode(value: Tensor, noise: Tensor, are_squares: bool) -> tuple[Tensor, Tensor]:
     """Return values as codes, and their scales.
 
-    A code is a root: x = scale * sign * (k / 127)^2, and of squares, k from 0 to 255,
-    x = (scale * k / 255)^2. Steps of codes near 0 are small: an update divides averages
-    by roots that may be small, too. Code k becomes k + 1 with the probability that
+    Numbers have codes k from -127 to 127, with x = scale k / (254 - |k|): steps near 0
+    are half as wide as equal steps, for an update divides small averages by small roots
+    (softsign, as flashoptim companders momentum, arXiv 2602.23349). Squares have k from
+    0 to 255, with x = (scale k / 255)^2. Code k becomes k + 1 with the probability that
     makes x right on average, as ``noise`` decides. No square but 0 has k = 0, for a
     step divides by its root.
 
@@ -149,9 +150,13 @@ def encode(value: Tensor, noise: Tensor, are_squares: bool) -> tuple[Tensor, Ten
     is_any = scale >= LEAST
     inverse = is_any / torch.where(is_any, scale, 1.0)
     part = size * inverse.unsqueeze(2)
-    part = ROOT_TOP * part if are_squares else TOP * part.sqrt()
-    k = part.to(torch.int32).to(torch.float32)
-    share = (part * part - k * k) / (2 * k + 1)
+    place = ROOT_TOP * part if are_squares else 2 * TOP * part / (1 + part)
+    k = place.to(torch.int32).to(torch.float32)
+    if are_squares:
+        share = (place * place - k * k) / (2 * k + 1)
+    else:
+        left = 2 * TOP - k
+        share = (part * left - k) * (left - 1) * (1 / (2 * TOP))
     is_up = noise.unflatten(1, (-1, SPAN)) + 0.5 < share * (HALF + 1)
     k = k + is_up
     if are_squares:

@@ -51,7 +51,8 @@ def step_of(x, scales, are_squares):
     scale = scales.float().repeat_interleave(SPAN, 1)
     if are_squares:
         return 2 * x.sqrt() * scale / 255 + (scale / 255) ** 2
-    return 2 * (x.abs() * scale).sqrt() / TOP + scale / TOP**2
+    # of y = k / (2 TOP - k)
+    return (x.abs() + scale) ** 2 / (2 * TOP * scale).clamp(min=1e-45) * 1.02
 
 
 @pytest.mark.parametrize("are_squares", [False, True])
