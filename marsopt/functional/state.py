@@ -146,11 +146,10 @@ def new_state(leaves: Leaves) -> State:
     """
     algorithm = leaves.algorithm
     matrices, dtype = algorithm.matrices, algorithm.state_dtype
-    pieces = leaves.pieces(leaves.tensors)
     for i, (name, x) in enumerate(zip(leaves.names, leaves.tensors, strict=True)):
         label, shape = f"params[{name!r}]", leaves.shapes[i]
         if leaves.algorithms[i].state_dtype == CODED:
-            check_piece(pieces[i], label)
+            check_piece(leaves.pieces([x])[0], label)
         options = algorithm.stochastic_rounding, algorithm.master_weight_bits
         check_parameter(x, label, dtype, *options)
         if algorithm.matrix_only and not matrices.takes(shape):
@@ -180,6 +179,8 @@ def _starts(leaves: Leaves, symbol: str) -> list[Tensor]:
         params = [p for rows in by_leaf for p in rows]
         owned = iter(owned_starts(algorithm, buffer, params, leaves.collectives))
         return [leaves.joined([next(owned) for _ in rows]) for rows in by_leaf]
+    if algorithm.state_dtype != CODED:  # state of a DTensor is a DTensor
+        return [start_beside(algorithm, buffer, x) for x in leaves.tensors]
     starts = [
         start_beside(variant, buffer, piece)
         if symbol in variant.buffers

@@ -40,10 +40,11 @@ def check_state(
         if value is None:
             continue
         got, do = f"a {type(value).__name__}", "change all state of a parameter with it"
-        shape = buffer_shape(algorithm, buffer, piece)
+        is_owned = buffer.home == "owner"
+        shape = piece.shape if is_owned else buffer_shape(algorithm, buffer, piece)
         if isinstance(value, Tensor):
             local = collectives.local(value)
-            if buffer.home == "owner" or local.shape == shape:
+            if is_owned or local.shape == shape:
                 if local.device == piece.device:
                     continue
                 do = "move all state back before a step"
