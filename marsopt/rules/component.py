@@ -675,10 +675,11 @@ class Algorithm:
         if self.h_from is not None:
             # no step writes a caller's h, which its caller may read
             buffers["h"] = H if self.h_from == "step" else H._replace(codes=None)
-        coded = {s: b for s, b in buffers.items() if self.stores_codes(b)}
+        scales: dict[str, Any] = dict(shape=like_scales, dtype=SCALE_DTYPE)
         return buffers | {
-            s + SCALE: Buffer(b.key + SCALE, like_scales, dtype=SCALE_DTYPE)
-            for s, b in coded.items()
+            symbol + SCALE: buffer._replace(key=buffer.key + SCALE, **scales)
+            for symbol, buffer in buffers.items()
+            if self.stores_codes(buffer)
         }
 
     @property
