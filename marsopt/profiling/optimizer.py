@@ -235,10 +235,10 @@ def printed_kernels(runner: Graphs | Kernels) -> list[PrintedKernel]:
             name=kernel.printed.name,
             num_launches=2 if kernel.printed.num_terms else 1,
             num_bytes=round(
-                blocks.num_elements
+                num_elements
                 * (kernel.printed.bytes_read + kernel.printed.bytes_written)
             ),
             source=kernel.printed.source,
         )
-        for kernel, blocks in runner.kernels
+        for kernel, num_elements in runner.kernels
     ]

@@ -33,6 +33,7 @@ from marsopt.step.kernels import (
     AddressTable,
     Blocks,
     DecisionKernel,
+    Kernel,
     SumsKernel,
     Tables,
     UpdateKernel,
@@ -241,9 +242,13 @@ class Kernels:
         return [*kernels, sums_kernel(in_order(of_sums))]
 
     @property
-    def kernels(self) -> list[tuple[UpdateKernel | SumsKernel, Blocks]]:
-        """Return the kernels that were launched, each with its blocks."""
-        return list(self._launches.values())
+    def kernels(self) -> list[tuple[Kernel, int]]:
+        """Return the kernels that were launched, and how many elements each goes over:
+        a decision goes over none.
+        """
+        launches = self._launches.values()
+        found: list[tuple[Kernel, int]] = [(k, b.num_elements) for k, b in launches]
+        return found + [(k, 0) for k in self._decisions.values() if k is not None]
 
     def reduce(self, leaves: Leaves, grads: Sequence[Tensor | None]) -> Tensor:
         memory = self._memories.get(leaves.group)

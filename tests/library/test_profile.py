@@ -373,7 +373,7 @@ def test_the_command_prints_the_kernels_source(mine):
     assert done.stdout.startswith(TITLE)
     found = json.loads(out.read_text())
     assert found["graphs"] == []
-    assert [k["num_launches"] for k in found["printed"]] == [2, 1]
+    assert [k["num_launches"] for k in found["printed"]] == [2, 1, 1]
     assert all(kernel["source"] in done.stdout for kernel in found["printed"])
     assert found["num_bytes"] == sum(found["floor"][k] for k in ("norms", "update"))
     assert found["bytes_per_param"] == 32 and found["floor"]["copied"] == 0
