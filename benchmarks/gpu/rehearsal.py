@@ -62,7 +62,11 @@ DTYPES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {  # of parameters; opti
     "coded": (torch.float32, dict(state_dtype=torch.int8)),
     "rounded": (torch.float32, dict(state_dtype=BF16, stochastic_rounding=True)),
     "master32": (BF16, dict(master_weight_bits=32)),
-    "master24": (BF16, dict(master_weight_bits=24)),
+    # the fewest bytes, and the most registers
+    "master24": (
+        BF16,
+        dict(master_weight_bits=24, state_dtype=BF16, stochastic_rounding=True),
+    ),
 }
 RULES = [
     f"{name}{correction}"

@@ -529,7 +529,8 @@ class Algorithm:
         master_weight_bits: 32: bfloat16 parameters are float32 weights rounded to
             nearest, and a step updates these: the state holds the 16 bits of a weight
             that the parameter lacks. 24: the state holds 8 of them, and a step rounds
-            the weight stochastically. None = off.
+            the weight stochastically. None = off. Integers have no derivative: no loop
+            differentiates through such steps.
         matrices: which matrices a tensor is made of.
         name: its name in messages.
 

@@ -30,7 +30,7 @@ NAMES = {
     "adamw/coded": 20.1264,
     "mars-adamw/coded": 23.2198,
     "adamw/master32": 28,
-    "mars-adamw/master24": 38,
+    "mars-adamw/master24": 24,
     "mars-adamw/float32": 44,
     "mars-adamw-exact/amsgrad": 8 * 12,
     "soap/float32": None,
