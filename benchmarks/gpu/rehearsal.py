@@ -62,11 +62,13 @@ DTYPES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {  # of parameters; opti
     "coded": (torch.float32, dict(state_dtype=torch.int8)),
     "rounded": (torch.float32, dict(state_dtype=BF16, stochastic_rounding=True)),
     "master32": (BF16, dict(master_weight_bits=32)),
-    # the fewest bytes, and the most registers
+    # the most registers
     "master24": (
         BF16,
         dict(master_weight_bits=24, state_dtype=BF16, stochastic_rounding=True),
     ),
+    # the fewest bytes
+    "least": (BF16, dict(master_weight_bits=24, state_dtype=torch.int8)),
 }
 RULES = [
     f"{name}{correction}"

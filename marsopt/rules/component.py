@@ -670,12 +670,12 @@ class Algorithm:
         buffers = dict(self.preconditioner.buffers)
         if "m" in buffers and self.is_momentum and self.correction is None:
             buffers["m"] = buffers["m"]._replace(key=MOMENTUM)
-        if self.master_weight_bits is not None:
-            dtype = LOW_DTYPES[self.master_weight_bits]
-            buffers[LOW_BITS] = Buffer(LOW_BITS, dtype=dtype)
         if self.h_from is not None:
             # no step writes a caller's h, which its caller may read
             buffers["h"] = H if self.h_from == "step" else H._replace(codes=None)
+        if self.master_weight_bits is not None:  # after h: its number is of its noise
+            dtype = LOW_DTYPES[self.master_weight_bits]
+            buffers[LOW_BITS] = Buffer(LOW_BITS, dtype=dtype)
         scales: dict[str, Any] = dict(shape=like_scales, dtype=SCALE_DTYPE)
         return buffers | {
             symbol + SCALE: buffer._replace(key=buffer.key + SCALE, **scales)

@@ -31,6 +31,7 @@ NAMES = {
     "mars-adamw/coded": 23.2198,
     "adamw/master32": 28,
     "mars-adamw/master24": 24,
+    "mars-adamw/least": 17.2198,
     "mars-adamw/float32": 44,
     "mars-adamw-exact/amsgrad": 8 * 12,
     "soap/float32": None,

@@ -164,6 +164,8 @@ CASES = {
 }
 CASES["adamw cautious"] = dict(mars_type="adamw", amsgrad=True, weight_decay=0.1)
 CASES["adamw cautious"] |= dict(cautious_weight_decay=True)
+CASES["averages of 16 bits"] = dict(state_dtype=BF16, stochastic_rounding=True)
+CASES["averages of 8 bits"] = dict(state_dtype=torch.int8)
 CASES["results of float64"] = dict(mars_type="moonlight", ns_dtype=torch.float64)
 
 
