@@ -263,7 +263,8 @@ class BoundFormula(Group):
         table: the numbers of their param groups.
         packs: the tensors that a step copies into each leaf, or None.
         counts: views of the counts of steps, and the tensors of ``optimizer.state``
-            from and to which a step copies them; none if these are the views.
+            which a step copies in, and out again. Both are empty under kernels, where
+            the state holds the views.
     """
 
     def __init__(

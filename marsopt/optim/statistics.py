@@ -35,7 +35,7 @@ class LastStep(NamedTuple):
     """The numbers that a step leaves: nothing is computed from them unless asked."""
 
     groups: Sequence[BoundFormula]  # with the numbers of groups as they are now
-    sums: Tensor  # of ``assess``, complete
+    sums: Tensor  # complete, as ``Outcome`` has them
     ok: Sequence[Tensor]  # which tensors were updated, by formula
 
     def statistics(

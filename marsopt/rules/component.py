@@ -74,7 +74,8 @@ class Buffer(NamedTuple):
             float32 for float16 (with home "owner" the wider of both);
             "gradient": the same, unless the correction's ``h_dtype`` says otherwise;
             "working": the parameter's own or float32, whichever is wider; or a dtype.
-        is_debiased: whether the rule divides it by 1 - beta^t: it starts with t.
+        is_debiased: whether the rule divides it by 1 - beta^t. It restarts whenever the
+            count of steps does.
         codes: how ``state_dtype=torch.int8`` stores it: "numbers" with a sign,
             "squares", which stay above zero, or None: in float32.
     """
@@ -133,8 +134,8 @@ def is_built_in(component: object) -> bool:
 
 
 def form_of(component: Any) -> Hashable:
-    """Return a component's class and structure, which its formulas depend on. A class
-    of a user may read its numbers in a formula: each of its instances is a form.
+    """Return a component's class and structure, which its formulas depend on. The
+    formulas of a user's class may read ``self``: two instances share none.
     """
     if component is None or not is_built_in(component):
         return id(component)

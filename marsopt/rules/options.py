@@ -74,8 +74,8 @@ class Option(NamedTuple):
 
     @property
     def is_optional(self) -> bool:
-        """Whether None selects the rule's default, of structure and of a number that is
-        on or off by default, since it is no value.
+        """Whether None selects the rule's default. It does for structure, and for a
+        number whose default is True or False, unless None is a valid value.
         """
         is_structure = not self.is_number or isinstance(self.default, bool)
         return is_structure and type(None) not in get_args(self.hint)

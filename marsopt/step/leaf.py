@@ -86,8 +86,8 @@ class Leaf(NamedTuple):
     scales: Sequence[float] = ()  # (P,) of the learning rate, by shapes of matrices
     seed: int = 0  # of the noise of stochastic rounding: of the place in whole tensors
     shape: torch.Size = torch.Size()  # of the piece of one of the params
-    # strides of that piece, if the parts are its memory; (): it is contiguous; None:
-    # the parts are its elements in order, wherever these are
+    # (): the piece is contiguous, and the parts are views of it. Other strides: the
+    # parts are its memory in that order. None: they are a copy, in row order.
     strides: tuple[int, ...] | None = None
     owned: Sequence[Tensors] = ()  # of each param, the buffers that its owners keep
 
@@ -181,9 +181,8 @@ def seed_of(shape: torch.Size, cuts: Mapping[int, Tensor]) -> int:
 
 
 class Index(NamedTuple):
-    """Which rows of a formula's tables belong together: N norms of its tensors, and
-    their P parts here. None stands for the identity: one part a norm, one norm a
-    tensor.
+    """Maps between the tensors of a formula, their N norms and their P parts. A map is
+    None if it changes nothing: each norm has one part, each tensor one norm.
     """
 
     num_norms: int  # N
@@ -332,7 +331,8 @@ class Pack:
                 norms += [sum(nums) + norm] * num_rows
             nums += leaf.num_norms
             scales += leaf.scales
-        # Dynamo makes a graph of its own for 1, and takes equal sizes for one size
+        # Dynamo specializes on 1, and compiles equal sizes as one symbol: R as one of
+        # these would cost another graph
         while len(leaves) > 1 and len(norms) in (1, width, num_columns):
             norms.append(0)
         self._shape = len(norms), width

@@ -42,10 +42,10 @@ OPTIONS = {  # of Triton's compiler
     # as it was timed, by whatever version: Triton 3.10 changes the default
     "enable_fp_fusion": True,
 }
-# elements of an unmasked step through a block, by the registers that one element's
+# elements of an unmasked pass of a block's loop, by the registers that one element's
 # operands take, at most: more elements spill
 WIDE = {5: 4096, 9: 2048, 1 << 30: 1024}
-NARROW = 1024  # elements of a masked step
+NARROW = 1024  # elements of a masked pass
 CHUNK = 1024  # blocks: so many sums are added at once
 ROWS = 256  # tensors: so many are decided about at once; twice as many would spill
 
@@ -69,7 +69,7 @@ class Printed:
 
     @property
     def wide(self) -> int:
-        """Elements of an unmasked step: their operands stay in registers."""
+        """Elements of an unmasked pass of the loop: operands stay in registers."""
         names = [n for n in {*self.reads, *self.writes} if span_of(n) == 1]
         sizes = [self.operands[n].itemsize for n in names]
         # an operand of 16 bits is there packed and unpacked
@@ -79,7 +79,7 @@ class Printed:
 
     @property
     def narrow(self) -> int:
-        """Elements of a masked step: finding a scale takes registers."""
+        """Elements of a masked pass of the loop: finding a scale takes registers."""
         has_scales = any(span_of(name) > 1 for name in self.operands)
         return NARROW // 2 if has_scales else NARROW
 

@@ -190,9 +190,9 @@ class Block:
         """Return the lines that go through the block.
 
         Args:
-            wide: lines of a step through a whole block; "{call}" stands for the
+            wide: lines of a pass of a whole block's loop; "{call}" stands for the
                 function of elements.
-            masked: lines of a step through another block.
+            masked: lines of a pass of another block's loop.
         """
         mask = ", mask=has_{name}, other=0"
         wide = [line.format(call=self.call("")) for line in wide]
@@ -250,7 +250,7 @@ class Block:
         return f"(first // {SPAN} + tl.arange(0, {step} // {SPAN}))"
 
     def scale_pointer(self, name: str, step: str) -> str:
-        """Return the line that points to the scales of a step through the block."""
+        """Return the line that points to the scales of a pass of the loop."""
         pointer = self.pointer(name, f"{name}_address")
         return f"{name} = {pointer} + start // {SPAN} + {self.scale_lanes(step)}"
 

@@ -72,8 +72,8 @@ class Leaves:
 
     @property
     def group(self) -> Group:
-        """Return all leaves of their formula. No attribute: memory of a group without
-        users is freed at once, and not by the collector of cycles.
+        """Return all leaves of their formula. An attribute that refers to itself would
+        keep the group's memory until the garbage collector runs.
         """
         assert isinstance(self, Group)
         return self
@@ -160,8 +160,8 @@ class MatrixLeaves(Leaves):
 
     @cached_property
     def output(self) -> torch.dtype | None:
-        """The dtype of the matrices for owners that an update writes into tensors of
-        their own; None: m is the matrix.
+        """The dtype of o, the matrices that owners get; None: they get m, and no o is
+        written.
         """
         if not (self._is_batch or self.algorithm.makes_matrix):
             return None
