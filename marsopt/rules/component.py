@@ -568,6 +568,8 @@ class Algorithm:
     _numbers: ClassVar[dict[str, Any]]
     _switches: ClassVar[dict[str, bool | None]]
     _form: ClassVar[tuple[Hashable, ...]]
+    # the algorithms of tensors whose state cannot be codes, by working dtype
+    _wide: ClassVar[dict[torch.dtype, Algorithm]]
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -593,6 +595,8 @@ class Algorithm:
         has_noise = has_noise or self.state_dtype == CODED
         vars(self).update(columns=tuple(columns), has_noise=has_noise)
         vars(self).update(_numbers=numbers, _switches=switches, _form=form)
+        dtypes = (torch.float32, torch.float64) if self.state_dtype == CODED else ()
+        vars(self).update(_wide={d: replace(self, state_dtype=d) for d in dtypes})
 
     def __str__(self) -> str:
         return self.name or type(self.preconditioner).__name__
@@ -737,7 +741,7 @@ class Algorithm:
         """
         if self.state_dtype != CODED or takes_codes(x, shape):
             return self
-        return replace(self, state_dtype=working_dtype(x))
+        return self._wide[working_dtype(x)]
 
     def rounds(self, buffer: Buffer, dtype: torch.dtype) -> bool:
         """Return whether a step rounds stochastically when it writes into a buffer of

@@ -312,6 +312,27 @@ def same(got, wanted):
     torch.testing.assert_close(got["state"], wanted["state"], rtol=0, atol=0)
 
 
+def test_torchs_transforms_take_the_step():
+    """A graph without a break, vmap, and a derivative by the rate, which ends at
+    codes.
+    """
+    rule, params, grads = marsopt.rule("mars-adamw", **INT8), tree(0), tree(1)
+    state = rule.init(params)
+    wanted = rule.step(params, grads, state, lr=LR)
+
+    def step(lr):
+        return rule.step(params, grads, state, lr=lr)
+
+    graph = torch.compile(step, fullgraph=True, backend="eager")
+    torch.testing.assert_close(graph(torch.tensor(LR)), wanted)
+    for n, x in torch.vmap(lambda lr: step(lr)[0])(torch.tensor([LR, 0.0])).items():
+        torch.testing.assert_close(x, torch.stack([wanted[0][n], params[n]]))
+    lr = torch.tensor(LR, requires_grad=True)
+    (found,) = torch.autograd.grad(step(lr)[0]["tall"].sum(), lr)
+    change = (wanted[0]["tall"] - params["tall"]).sum()
+    torch.testing.assert_close(found, change / LR, rtol=1e-3, atol=1e-3)
+
+
 # ---- saved ---------------------------------------------------------------------------
 
 
@@ -399,6 +420,22 @@ def test_a_parameter_that_changes_its_layout_keeps_its_averages():
 
 def optimizer_clip(optimizer):
     return min(1.0, 3.0 / float(optimizer.grad_norm + 1e-6))
+
+
+def test_an_entry_without_a_scale_restarts():
+    params, optimizer = built("adamw")
+    walk(params, optimizer)
+    state = optimizer.state[params["tall"]]
+    del state["exp_avg_sq" + SCALE]
+    give(params, 5)
+    optimizer.step()
+    others, fresh = built("adamw")
+    give(others, 5)
+    fresh.step()
+    wanted = fresh.state[others["tall"]]
+    assert state["step"] == 1
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(state[key + SCALE], wanted[key + SCALE])
 
 
 # ---- refused -------------------------------------------------------------------------
