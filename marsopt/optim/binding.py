@@ -6,7 +6,7 @@ gradients and state as the groups of a step, with the numbers of param groups as
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, compress
@@ -351,6 +351,9 @@ class Binding:
         self._formulas = list(by_formula.values())
         self.members = [member for members in self._formulas for member in members]
         self.params = [member.p for member in self.members]
+        # fake tensors have no address
+        is_faked = bool(self.params) and is_fake(self.params[0])
+        self._address: Callable[[Any], int] = id if is_faked else Tensor.data_ptr
         self._kept = [_keys_of(members[0].algorithm) for members in self._formulas]
         with_member = set(self.params)
         self._idle = [p for p in self._all_params if p not in with_member]
@@ -551,11 +554,10 @@ class Binding:
         address, since the binding keeps its memory.
         """
         params, held = self.params, self._held
-        fake = bool(params) and is_fake(params[0])  # it has no address
         if self.collectives is not LOCAL:
             params = list(map(self.collectives.local, params))
             held = list(map(self.collectives.local, held))
-        places = list(map(id if fake else Tensor.data_ptr, chain(params, held)))
+        places = list(map(self._address, chain(params, held)))
         return places, list(map(SHAPE, params)), list(map(Tensor.stride, params))
 
     def has_left(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ class Printed:
     num_terms: int = 0  # sums of a part; 0: this is an update
     has_position: bool = False  # whether it reads the elements' numbers, int64
 
-    @property
+    @cached_property
     def wide(self) -> int:
         """Elements of an unmasked pass of the loop: operands stay in registers."""
         names = [n for n in {*self.reads, *self.writes} if span_of(n) == 1]
@@ -77,7 +78,7 @@ class Printed:
         registers += 2 * self.has_position
         return next(step for most, step in WIDE.items() if registers <= most)
 
-    @property
+    @cached_property
     def narrow(self) -> int:
         """Elements of a masked pass of the loop: finding a scale takes registers."""
         has_scales = any(span_of(name) > 1 for name in self.operands)

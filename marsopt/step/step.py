@@ -101,6 +101,13 @@ class Group(Leaves):
         super().__init__(inputs, leaves, [slice(*pair) for pair in pairwise(parts)])
         self.stages = stages
         self.places = range(len(leaves))
+        # the param of each norm
+        self.of_norms = [
+            p
+            for leaf in leaves
+            for p, num in zip(leaf.params, leaf.num_norms, strict=True)
+            for _ in range(num)
+        ]
         # the number of the first of each leaf's params
         self.firsts = [*accumulate([len(leaf.params) for leaf in leaves], initial=0)]
 
@@ -476,16 +483,9 @@ def _decided(
     partial = list(map(runner.reduce, groups, grads))
     if collectives is LOCAL:
         return runner.small(decide_alone, inputs, partial, has_grad, max_norm)
-    params = [
-        p
-        for group in groups
-        for leaf in group.leaves
-        for p, num in zip(leaf.params, leaf.num_norms, strict=True)
-        for _ in range(num)
-    ]
     sums = sums_of_norms(inputs, partial, has_grad)
     with named_range("marsopt: exchange"):
-        sums = collectives.sum(sums, params)
+        sums = collectives.sum(sums, [p for group in groups for p in group.of_norms])
     return sums, runner.small(decide, inputs, sums, max_norm)
 
 
