@@ -458,7 +458,7 @@ def test_other_names_are_refused():
     optimizer = ours(parameters(), "muon", named=True)
     with pytest.raises(ValueError, match="state of parameter 'embed' twice"):
         optimizer.load_state_dict([saved, saved])
-    with pytest.raises(ValueError, match="AdamW for parameter 'out', which 'muon' mov"):
+    with pytest.raises(ValueError, match="AdamW for parameter 'out', which 'muon' upd"):
         optimizer.load_state_dict(saved)
     names = saved["param_groups"][0]["param_names"]
     saved["param_groups"][0]["param_names"] = [f"net.{name}" for name in names]
