@@ -13,7 +13,8 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
+from operator import call
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -337,10 +338,14 @@ class DecisionKernel(Kernel):
 
 
 def build(kernels: Sequence[Kernel], device: torch.device) -> None:
-    """Compile kernels in threads: Triton's compiler releases Python's lock."""
-    jobs = [(kernel, f) for kernel in kernels for f in kernel.functions]
+    """Compile kernels in threads: Triton's compiler releases Python's lock. The first
+    kernel loads LLVM, which each thread would else do for itself.
+    """
+    calls = [partial(k.compile, f, device) for k in kernels for f in k.functions]
+    for compile_first in calls[:1]:
+        compile_first()
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda job: job[0].compile(job[1], device), jobs))
+        list(pool.map(call, calls[1:]))
 
 
 def device_guard(device: torch.device) -> AbstractContextManager[Any]:
