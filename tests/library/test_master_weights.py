@@ -174,15 +174,12 @@ def test_32_bits_are_a_float32_run(case):
     check_run(**CASES[case])
 
 
-@pytest.mark.parametrize("mars_type", ["mars-m", "mars-adamw", "soap"])
-def test_32_bits_are_a_float32_run_compiled_or_interpreted(mars_type):
-    """Graphs of AdamW, packed and in place, and of matrices; or kernels."""
-    if not IS_INTERPRETED and mars_type != "mars-m":
-        pytest.skip("its graphs are those of others")
+def test_32_bits_are_a_float32_run_compiled_or_interpreted():
+    """Graphs of AdamW, packed and in place, and of matrices with h; or kernels."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # NumPy interprets
         compile = None if IS_INTERPRETED else True
-        check_run(compile, mars_type=mars_type, ns_dtype=F32, **steady(mars_type))
+        check_run(compile, num_steps=4, mars_type="mars-m", ns_dtype=F32)
 
 
 def trees(seed, dtype=BF16):
@@ -219,8 +216,8 @@ def test_32_bits_are_a_float32_run_of_pure_functions(case):
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "interp"])
 def test_24_bits_are_close_and_replay(mars_type, compile):
     """To a unit of 16 binary digits a step, and to the bit if taken again."""
-    if compile and not IS_INTERPRETED:
-        pytest.skip("kernels")
+    if compile and (not IS_INTERPRETED or mars_type != "moonlight"):
+        pytest.skip("kernels of both formulas are Moonlight's and its AdamW's")
     compile = None if compile else False
     options = dict(mars_type=mars_type, lr=LR, compile=compile, ns_dtype=F32)
 
