@@ -196,9 +196,6 @@ def setting(heading, names, folder):
                 weight = names["weights"][name]
                 assert torch.equal(weight.bfloat16(), p)
                 assert not torch.equal(weight, p.float())
-        case "By a schedule of its own":
-            names |= dict(step=10, total=100)
-            yield
         case "In log time" | "Independent of the learning rate":
             names |= dict(step=30, start=10)
             names["optimizer"] = marsopt.for_model(model, "moonlight", lr=1e-2)
