@@ -106,7 +106,7 @@ def test_what_is_shown_runs_where_the_wheel_is_installed(site, tmp_path):
         *(site, tmp_path, "-m", "pytest", "tests/library/test_guide.py"),
         *("-p", "no:cacheprovider", "-k", f"shown and not ({OF_TRAINERS})"),
     )
-    assert int(re.search(r"(\d+) passed", said)[1]) > 25
+    assert int(re.search(r"(\d+) passed", said)[1]) > 20
 
 
 FSDP_LOOP = """

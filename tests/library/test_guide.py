@@ -19,10 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import marsopt
 from marsopt import MARS
@@ -117,16 +114,6 @@ def run(name, names, part=None):
     return SimpleNamespace(**names)
 
 
-@contextlib.contextmanager
-def one_rank():
-    """A mesh of one rank."""
-    dist.init_process_group("fake", rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
-
-
 def rows(num: int, *shape: int) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape)) for _ in range(num)]
 
@@ -196,16 +183,14 @@ def setting(heading, names, folder):
                 weight = names["weights"][name]
                 assert torch.equal(weight.bfloat16(), p)
                 assert not torch.equal(weight, p.float())
-        case "In log time" | "Independent of the learning rate":
-            names |= dict(step=30, start=10)
+        case "Independent of the learning rate":
             names["optimizer"] = marsopt.for_model(model, "moonlight", lr=1e-2)
             yield
-            decay = {"In": 4 / 40, "Independent": 1e-4}[heading.split()[0]]
             for p in model.parameters():
                 p.grad = torch.zeros_like(p)
             names["optimizer"].step()
             for p, x in zip(model.parameters(), start, strict=True):
-                torch.testing.assert_close(p.detach(), (1 - decay) * x)
+                torch.testing.assert_close(p.detach(), (1 - 1e-4) * x)
         case "Flat groups and checkpoints":
             names["rule"] = marsopt.mars(mars_type="moonlight")
             names |= dict(x=inputs, folder=folder, loss=lambda y: (y - labels).norm())
@@ -238,14 +223,6 @@ def setting(heading, names, folder):
             names |= dict(num_heads=3, q_proj=rows(1, 6, 6), qkv=rows(1, 6144, 2))
             names |= dict(kernels=rows(1, 4, 3, 2, 2), others=rows(2, 5))
             yield
-        case "FSDP2":
-            with one_rank() as mesh:
-                names |= dict(mesh=mesh, fully_shard=fully_shard)
-                yield
-                for p in model.parameters():
-                    p.grad = torch.ones_like(p)
-                names["optimizer"].step()
-                assert not torch.equal(next(model.parameters()).to_local(), start[0])
         case "torchtitan":
             pytest.importorskip("torchtitan")
             yield

@@ -31,7 +31,7 @@ from marsopt.parallel import DataParallel, MeshCollectives, data_parallel, excha
 from marsopt.parallel.planner import assign
 from marsopt.profiling.gpt2 import param_groups, shapes
 from tests import dcp_states
-from tests.library.test_guide import snippets
+from tests.library.test_guide import is_python, snippets
 from tests.processes import spawn
 from tests.table import steady
 
@@ -420,11 +420,12 @@ def as_shown(heading):
         ColwiseParallel=ColwiseParallel, RowwiseParallel=RowwiseParallel,
         device="cpu", fully_shard=fully_shard, parallelize_module=parallelize_module,
         layers=[*model][:2], marsopt=marsopt, model=model, stage=model,
-        batches=list(pairs), loss_fn=nn.functional.mse_loss, torch=torch,
+        batches=list(pairs), learning_rate=1.7e-2, loss_fn=nn.functional.mse_loss,
+        torch=torch,
     )  # fmt: skip
     if heading != ALONE:
         names["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
-    code, *after = PAGE[heading]
+    code, *after = filter(is_python, PAGE[heading])
     with mock.patch.dict(MARS.__init__.__kwdefaults__, compile=False):
         for part in (code, LOOP, *after):
             exec(compile(part, f"setups.md: {heading}", "exec"), names)
