@@ -81,6 +81,9 @@ class Leaves:
         self.algorithm, self.collectives, self._part = algorithm, collectives, part
         self.tree = subtree(params, part)
         self.tensors, self.names = flatten(self.tree, "params"), names(self.tree)
+        if algorithm.state_dtype == CODED:
+            # a step returns contiguous tensors, whose state would have another form
+            self.tensors = [x.contiguous() for x in self.tensors]
         self.is_packed = isinstance(params, FlatGroup)
         # a stack holds several parameters of a shape
         self.shapes = [x.shape[1:] if self.is_packed else x.shape for x in self.tensors]

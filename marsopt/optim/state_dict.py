@@ -68,7 +68,7 @@ def in_form_of(
         local, are_squares = collectives.local(value), buffer.codes == "squares"
         flat = local.reshape(1, -1)
         if algorithm.stores_codes(buffer) and value.is_floating_point():
-            if local.shape[-1] % SPAN:
+            if not local.ndim or local.shape[-1] % SPAN:
                 continue  # of another shape than the parameter's, which is refused
             noise = torch.full_like(flat, NEAREST, dtype=torch.int32)
             codes, small = encode(flat, noise, are_squares)
@@ -112,7 +112,15 @@ def check_entries(
     for i, (_, label) in zip(check_ids(labelled, saved), labelled, strict=True):
         entry = entry_of_mars(saved["state"].get(i, {}))
         for key, value in entry.items():
-            check_kind(value, key, label, has_codes=key + SCALE in entry)
+            check_kind(value, key, label, has_codes=_has_scales(entry, key))
+
+
+def _has_scales(entry: Mapping[str, Tensor], key: str) -> bool:
+    """Return whether an entry holds scales that fit the codes of this key."""
+    codes, scales = as_tensor(entry[key]), entry.get(key + SCALE)
+    if not isinstance(scales, Tensor) or not codes.ndim:
+        return False
+    return scales.shape == scales_shape(codes.shape)
 
 
 def in_order_of_names(

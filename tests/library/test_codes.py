@@ -374,12 +374,25 @@ def test_codes_and_float32_load_into_each_other(mars_type):
             assert (far <= 0.51 * step_of(x, scales, are_squares)).all()
 
 
-def test_codes_without_scales_are_refused():
-    params, optimizer = built()
-    saved = copy.deepcopy(optimizer.state_dict())
-    del saved["state"][0]["exp_avg" + SCALE]
-    with pytest.raises(ValueError, match=r"got a tensor of torch.int8 as 'exp_avg'"):
-        optimizer.load_state_dict(saved)
+@pytest.mark.parametrize("dtype", [CODED, None])
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"exp_avg" + SCALE: None}, "got a tensor of torch.int8 as 'exp_avg'"),
+        ({"exp_avg" + SCALE: torch.ones(1, 1)}, "got a tensor of torch.int8 as 'exp_a"),
+        ({"exp_avg": torch.tensor(1, dtype=CODED)}, "got a tensor of torch.int8 as 'e"),
+        (
+            {"exp_avg": torch.tensor(1.0)},
+            r"got exp_avg of shape \(\) for parameter 'ta",
+        ),
+    ],
+)
+def test_codes_without_scales_are_refused(dtype, entry, message):
+    saved = built()[1].state_dict()
+    of_tall = saved["state"][0]
+    saved["state"][0] = {n: x for n, x in (of_tall | entry).items() if x is not None}
+    with pytest.raises(ValueError, match=message):
+        built(state_dtype=dtype)[1].load_state_dict(saved)
 
 
 def test_state_of_torch_becomes_codes_and_goes_back():
@@ -416,6 +429,19 @@ def test_a_parameter_that_changes_its_layout_keeps_its_averages():
     torch.testing.assert_close(state["step"], torch.tensor(STEPS + 1.0))
     wanted = torch.lerp(before, p.grad * optimizer_clip(optimizer), 0.1)
     torch.testing.assert_close(state["exp_avg"], wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_a_pure_step_takes_any_layout():
+    rule, x, g = marsopt.rule("mars-adamw", **INT8), tree(0), tree(1)
+    ends = []
+    for laid in (torch.clone, lambda x: x.mT.contiguous().mT if x.ndim > 1 else x):
+        params = {n: laid(value) for n, value in x.items()}
+        state = rule.init(params)
+        for _ in range(2):
+            params, state = rule.step(params, g, state, lr=LR)
+        params = {n: laid(value) for n, value in params.items()}
+        ends.append(rule.step(params, g, state, lr=LR))
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
 def optimizer_clip(optimizer):
