@@ -48,7 +48,7 @@ OPTIONS = {  # of Triton's compiler
 WIDE = {5: 4096, 9: 2048, 1 << 30: 1024}
 NARROW = 1024  # elements of a masked pass
 CHUNK = 1024  # blocks: so many sums are added at once
-ROWS = 256  # tensors: so many are decided about at once; twice as many would spill
+ROWS = 128  # tensors: so many are decided about at once; with 256 some kernels spill
 
 Update = Callable[[dict[str, Tensor], tuple[Tensor, ...], Tensor], Mapping[str, Tensor]]
 Sums = Callable[[dict[str, Tensor]], Sequence[Tensor]]
