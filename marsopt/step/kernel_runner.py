@@ -224,7 +224,7 @@ class Kernels:
             return []
         dtypes = {name: column[0].dtype for name, column in group.operands.items()}
         of_x, dtypes["g"] = {**dtypes}, dtypes["x"]
-        of_sums = {name: d for name, d in dtypes.items() if name in ("g", "h")}
+        of_sums = {n: d for n, d in dtypes.items() if n in ("g", *REFERENCE)}
         kernels: list[SumsKernel | UpdateKernel] = []
         try:
             if algorithm.matrix_only:

@@ -577,8 +577,11 @@ def test_interpreted_steps_wait_for_gradients_and_refuse_those_without_memory():
 
 @interpreted
 @anything
-@pytest.mark.parametrize("name", ["mars-adamw", "moonlight"])
-def test_interpreted_kernels_are_compiled_for_their_launches(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("mars-adamw", None), ("mars-adamw", torch.int8), ("moonlight", None)],
+)
+def test_interpreted_kernels_are_compiled_for_their_launches(name, dtype, monkeypatch):
     """Ahead of them, for the same types and constants; none but the decision is left
     out, which depends on whether there is a global clip.
     """
@@ -595,7 +598,7 @@ def test_interpreted_kernels_are_compiled_for_their_launches(name, monkeypatch):
         )
 
     monkeypatch.setattr(Kernel, "_launch", note)
-    _, optimizer = trained(name, None, ns_dtype=BF16)
+    _, optimizer = trained(name, None, ns_dtype=BF16, state_dtype=dtype)
     groups = optimizer.describe().binding.groups
     expected = [k for g in groups for k in vars(optimizer)["_runner"].expected(g)]
     for function in (f for kernel in expected for f in kernel.functions):
