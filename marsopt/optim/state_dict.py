@@ -184,7 +184,8 @@ def to_restore(
     One line in the log (INFO) says how many tensors restart.
 
     Raises:
-        ValueError: a tensor is missing, or has another shape.
+        ValueError: a tensor is missing, or has another shape; or bits of a weight would
+            be dropped.
     """
     pairs, num_restored, num_fresh = list[tuple[Tensor, Any]](), 0, 0
     source = saved.get(SOURCE)
@@ -196,6 +197,12 @@ def to_restore(
         if present and not entry:
             num_fresh += len(present)
             continue  # ``under_loaded`` has restarted it
+        if present and LOW_BITS in entry.keys() - present.keys():
+            raise ValueError(
+                f"got {LOW_BITS} of {label}, the bits of its weight that bfloat16 "
+                "lacks, expected an optimizer with master_weight_bits: pass it, or "
+                f"load master_weights() into the model and delete {LOW_BITS}"
+            )
         fresh = _restarted(entry, present, label, free)
         num_fresh += len(fresh)
         restored = {key: t for key, t in present.items() if key not in fresh}
