@@ -115,10 +115,10 @@ def check_entries(
             check_kind(value, key, label, has_codes=_has_scales(entry, key))
 
 
-def _has_scales(entry: Mapping[str, Tensor], key: str) -> bool:
+def _has_scales(entry: Mapping[str, Any], key: str) -> bool:
     """Return whether an entry holds scales that fit the codes of this key."""
-    codes, scales = as_tensor(entry[key]), entry.get(key + SCALE)
-    if not isinstance(scales, Tensor) or not codes.ndim:
+    codes, scales = entry[key], entry.get(key + SCALE)
+    if not (isinstance(codes, Tensor) and isinstance(scales, Tensor) and codes.ndim):
         return False
     return scales.shape == scales_shape(codes.shape)
 

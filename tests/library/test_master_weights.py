@@ -307,9 +307,7 @@ def test_low_bits_of_another_width_are_refused():
     train(*saved, range(2))
     with pytest.raises(ValueError, match=r"got low_bits of torch.int16 for parameter"):
         model_and(24)[1].load_state_dict(saved[1].state_dict())
-    with pytest.raises(
-        ValueError, match="got low_bits of parameter '0.*', the"
-    ):
+    with pytest.raises(ValueError, match="got low_bits of parameter '0.*', the"):
         model_and(None)[1].load_state_dict(saved[1].state_dict())
     rules = {b: marsopt.rule("adamw", master_weight_bits=b) for b in (24, 32)}
     x = trees(0)
