@@ -12,6 +12,7 @@ from marsopt.rules.numerics import HALF, working
 LOW_BITS = "low_bits"  # the symbol, and the key in the state
 # by ``master_weight_bits``: the bits of a weight that bfloat16 lacks, and a sign
 LOW_DTYPES = {32: torch.int16, 24: torch.int8}
+NEAREST = 1 << 15  # half of the last of 16 bits, which rounds the rest to nearest
 CUT = 0xFF  # the bits of a float32 that 24 bits lack
 MAGNITUDE = 0x7FFF_FFFF
 NAN = 0x7FC0_0000
@@ -52,7 +53,7 @@ def split(weight: Tensor, bits: int, noise: Tensor | None) -> tuple[Tensor, Tens
     value = torch.where(weight == weight, weight.view(torch.int32), NAN)
     if noise is not None:
         value = value + torch.where(weight.abs() < LARGEST, noise >> 8, 0) & ~CUT
-    high = value + (HALF + 1 >> 1) >> 16
+    high = value + NEAREST >> 16
     low = value - (high << 16) >> 8 * (2 - LOW_DTYPES[bits].itemsize)
     return high.to(torch.int16).view(torch.bfloat16), low.to(LOW_DTYPES[bits])
 
@@ -68,7 +69,6 @@ TOP, ROOT_TOP = 127, 255  # the largest codes: of numbers with a sign, and of sq
 MIDDLE = 128  # the code of a square that int8 holds as 0
 HEADROOM = 1 + 2**-16  # of a scale: a quotient that rounding makes larger is below 1
 LEAST = 2.0**-100  # of a scale: its reciprocal is finite
-NEAREST = 1 << 15  # the noise that rounds to nearest
 
 
 def span_of(name: str) -> int:

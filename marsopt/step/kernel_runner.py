@@ -59,7 +59,9 @@ Dtypes = tuple[tuple[str, torch.dtype], ...]  # of operands, by name
 
 
 def in_order(dtypes: dict[str, torch.dtype]) -> Dtypes:
-    """Return operands in the order of the table of addresses."""
+    """Return operands in the order of the table of addresses: h first, since the kernel
+    of sums knows no other.
+    """
     return tuple(sorted(dtypes.items(), key=lambda item: item[0] not in REFERENCE))
 
 
@@ -126,15 +128,13 @@ class Memory:
         tensors = [n for n, (num, _) in enumerate(shapes) for _ in range(num)]
         offsets = torch.tensor(starts, dtype=torch.int64, device="cpu")
         self._blocks: dict[Leaves, Blocks] = {group: Blocks(sizes, offsets, device)}
-        # h first: the kernel of sums knows no other operand
-        names = sorted(group.operands, key=lambda name: name not in REFERENCE)
-        columns = [group.operands[name] for name in names]
-        dtypes = [column[0].dtype for column in columns]
-        self.dtypes = dict(zip(names, dtypes, strict=True))
+        columns = group.operands
+        self.dtypes = dict(in_order({n: x[0].dtype for n, x in columns.items()}))
         options: Any = dict(tensors=tensors, offsets=offsets, device=device)
-        addresses = [list(map(Tensor.data_ptr, column)) for column in columns]
-        spans = [*map(span_of, names)]
-        self.fixed = AddressTable(dtypes, **options, spans=spans).on_device(addresses)
+        addresses = [list(map(Tensor.data_ptr, columns[name])) for name in self.dtypes]
+        spans = [*map(span_of, self.dtypes)]
+        table = AddressTable([*self.dtypes.values()], **options, spans=spans)
+        self.fixed = table.on_device(addresses)
         # of g, and of o of each launch, by dtype
         self._given = cache(lambda launch, dtype: AddressTable([dtype], **options))
 
