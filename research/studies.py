@@ -160,7 +160,7 @@ def batch() -> Study:
             methods[f"{title}, {size}"] = Method(
                 recipe | own,
                 around(lr),
-                num_seeds=5,
+                num_seeds=3 if size in ("16k", "64k") else 5,
                 control=f"{control}, {size}",
                 search_seeds=None if size == "1k" else SEARCH_SEEDS[:1],
             )

@@ -57,7 +57,7 @@ def rule(name: RuleName, **options: Unpack[Options]) -> Rule:
     """
     row = named(name, "name")
     more = {"max_norm", "is_approx", "correction"} if row.is_mars else {"max_norm"}
-    check_names(options, {*row.options, *more}, f"the rule {row.name!r}")
+    check_names(options, {*row.options, *more}, "marsopt.rule", f" for {row.name!r}")
     check_values(row.options, options)  # whether they are read or not
     correction = resolve(options)
     if row.is_mars:
@@ -112,7 +112,7 @@ def mars(*, mars_type: RuleName = "mars-adamw", **options: Unpack[Options]) -> R
     """
     # a step is given its lr, and ratios are of param groups
     known = all_options().keys() - {"lr", "lr_ratio", "lr_1d_ratio"}
-    check_names(options, known, "mars")
+    check_names(options, known, "marsopt.mars")
     row = named(mars_type)
     arguments: dict[str, Any] = {"mars_type": mars_type, **options}
     explicit = {n: value for n, value in arguments.items() if value is not None}

@@ -52,6 +52,10 @@ class Route(NamedTuple):
     lr_ratio: Number | None = None
     names: frozenset[str] | None = None
 
+    def __repr__(self) -> str:
+        of = "" if self.names is None else f", {sorted(self.names)}"
+        return f"Route({self.algorithm}, lr_ratio={self.lr_ratio}{of})"
+
 
 # State of one route; or of several, by the name of the route
 RuleState = State | dict[str, State]

@@ -260,11 +260,15 @@ def check_matching(params: Tree, other: Tree, label: str) -> None:
             "respect to the flat group itself, or pack the same mapping"
         )
     flatten(other, label)
-    if isinstance(params, Mapping) != isinstance(other, Mapping) or set(
-        names(params)
-    ) != set(names(other)):
+    if isinstance(params, Mapping) != isinstance(other, Mapping):
         raise ValueError(
-            f"got {label} for {sorted(names(other), key=str)}, expected "
-            f"{sorted(names(params), key=str)}: "
-            f"give {label} the same container and names as the parameters"
+            f"got {label} in a {type(other).__name__}, expected the container of the "
+            f"parameters, a {type(params).__name__}: pass such a container"
+        )
+    expected, given = set(names(params)), set(names(other))
+    if expected != given:
+        raise ValueError(
+            f"got {label} without {sorted(expected - given, key=str)} and with "
+            f"{sorted(given - expected, key=str)} in addition, expected the names of "
+            "the parameters: leave out parameters without a gradient, on both sides"
         )

@@ -93,13 +93,15 @@ def _from_text(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class MarsOptimizersContainer(OptimizersContainer):
-    """torchtitan's container, which also knows MARS by name:
+    """torchtitan's container, which also knows MARS by name.
 
-    ParamGroupConfig(
-        pattern=r"layers\\..*weight$",
-        optimizer_name="MARS",
-        optimizer_kwargs=dict(mars_type="moonlight", lr=6e-3),
-    )
+        ParamGroupConfig(
+            pattern=r"layers\\..*weight$",
+            optimizer_name="MARS",
+            optimizer_kwargs=dict(mars_type="moonlight", lr=6e-3),
+        )
+
+    ``optimizer_kwargs`` are arguments of ``MARS``.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -195,8 +195,10 @@ def check_values(known: Table, values: Mapping[str, Any]) -> None:
             line.check(name, value)
 
 
-def check_names(names: Iterable[str], known: Collection[str], what: str) -> None:
-    """Check that all ``names`` that are given to ``what`` are known.
+def check_names(
+    names: Iterable[str], known: Collection[str], what: str, case: str = ""
+) -> None:
+    """Check that all ``names`` that are given to ``what``, in this case, are known.
 
     Raises:
         TypeError: a name is unknown.
@@ -208,7 +210,7 @@ def check_names(names: Iterable[str], known: Collection[str], what: str) -> None
     do = f"did you mean {', '.join(map(repr, close[:MOST_NAMES]))}?"
     more = f" and {len(unknown) - MOST_NAMES} more" * (len(unknown) > MOST_NAMES)
     raise TypeError(
-        f"got {unknown[:MOST_NAMES]}{more}, expected arguments of {what}: "
+        f"got {unknown[:MOST_NAMES]}{more}, expected arguments of {what}{case}: "
         f"{do if close else 'leave it out'} (help({what}) lists all of them)"
     )
 
