@@ -224,7 +224,7 @@ def held(leaves: Leaves, symbol: str, state: State) -> list[Tensor]:
                 f"{tuple(shape)}: make the state by init on them"
             )
         dtype = algorithm.dtype_of(buffer, x)
-        if symbol == LOW_BITS and tensor.dtype != dtype:
+        if symbol in LOW_BITS and tensor.dtype != dtype:
             raise ValueError(
                 f"got {label}[{name!r}] of {tensor.dtype}, expected {dtype}: make the "
                 "state by init of a rule with this master_weight_bits"

@@ -48,7 +48,7 @@ def check_kind(value: Any, key: str, label: str, has_codes: bool = False) -> Non
     """
     fits, got = isinstance(value, Real), f"a {type(value).__name__}"
     if isinstance(value, Tensor):
-        may_be_whole = key in ("step", LOW_BITS)
+        may_be_whole = key in ("step", *LOW_BITS)
         fits = value.is_floating_point() or (may_be_whole and value.dtype in INTEGERS)
         fits = fits or (has_codes and value.dtype == CODED)
         got = f"a tensor of {value.dtype}"
@@ -79,10 +79,10 @@ def check_shapes(
                 f"{tuple(tensor.shape)}: build MARS over the same parameters in "
                 "the same order"
             )
-        if key == LOW_BITS and value.dtype != tensor.dtype:
+        if key in LOW_BITS and value.dtype != tensor.dtype:
             raise ValueError(
                 f"got {key} of {value.dtype} for {label}, expected {tensor.dtype}: "
-                "build MARS with the master_weight_bits of the saved optimizer"
+                "load the result of an optimizer's state_dict()"
             )
         is_whole = collectives.local(value) is value
         if is_whole != (collectives.local(tensor) is tensor):

@@ -33,7 +33,7 @@ from marsopt.optim.summary import summary
 from marsopt.optim.torch_state import state_of_mars
 from marsopt.rules import checks
 from marsopt.rules.checks import Number, Weight
-from marsopt.rules.formats import LOW_BITS, joined
+from marsopt.rules.formats import joined, low_bits
 from marsopt.rules.matrices import Kind
 from marsopt.rules.numerics import scalar_dtype, without_autocast
 from marsopt.rules.options import check_names
@@ -541,8 +541,8 @@ class MARS(Optimizer):
         collectives: Collectives = self._options["collectives"]
         local, weights = collectives.local, {}
         for p, name in names_of(self.param_groups).items():
-            if (low := self.state.get(p, {}).get(LOW_BITS)) is not None:
-                weight = joined(local(p.detach()), local(low))
+            if low := low_bits(self.state.get(p, {})):
+                weight = joined(local(p.detach()), [local(bits) for bits in low])
                 weights[name] = collectives.wrap(weight, p)
         return weights
 

@@ -191,17 +191,18 @@ def to_restore(
     source = saved.get(SOURCE)
     # another library keeps no gradient of MARS's, and may count no steps; a run without
     # master weights has them in its parameters
-    free = frozenset({LOW_BITS, "step", H.key} if source else {LOW_BITS})
+    free = frozenset({*LOW_BITS, "step", H.key} if source else LOW_BITS)
     for i, (p, label) in zip(check_ids(labelled, saved), labelled, strict=True):
         entry, present = saved["state"].get(i, {}), entry_of_mars(state.get(p, {}))
         if present and not entry:
             num_fresh += len(present)
             continue  # ``under_loaded`` has restarted it
-        if present and LOW_BITS in entry.keys() - present.keys():
+        lost = [key for key in LOW_BITS if key in entry.keys() - present.keys()]
+        if present and lost:
             raise ValueError(
-                f"got {LOW_BITS} of {label}, the bits of its weight that bfloat16 "
-                "lacks, expected an optimizer with master_weight_bits: pass it, or "
-                f"load master_weights() into the model and delete {LOW_BITS}"
+                f"got {' and '.join(lost)} of {label}, bits of its weight, expected an "
+                "optimizer with the master_weight_bits of the saved one: pass it, or "
+                "load master_weights() into the model and delete these bits"
             )
         fresh = _restarted(entry, present, label, free)
         num_fresh += len(fresh)

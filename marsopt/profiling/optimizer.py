@@ -59,7 +59,7 @@ def _floor(member: Member, is_local: bool, is_copied: bool) -> tuple[int, int, i
     g = 0 if grad is None else num * grad.dtype.itemsize
     sizes = {symbol: tensor.nbytes for symbol, tensor in member.state.items()}
     h = sum(sizes.pop(symbol, 0) for symbol in REFERENCE)
-    x += sizes.pop(LOW_BITS, 0)
+    x += sum(sizes.pop(symbol, 0) for symbol in LOW_BITS)
     moments = sum(sizes.values())
     update = g + h + 2 * (x + moments) + (h if algorithm.h_from == "step" else 0)
     if algorithm.matrix_only:  # applying reads x and the directions, and writes x

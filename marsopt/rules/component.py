@@ -25,10 +25,10 @@ from marsopt.rules import checks
 from marsopt.rules.checks import Number
 from marsopt.rules.formats import (
     CODED,
-    LOW_BITS,
-    LOW_DTYPES,
+    LOW_DTYPE,
     SCALE,
     SCALE_DTYPE,
+    low_symbols,
     scales_shape,
     takes_codes,
 )
@@ -678,9 +678,9 @@ class Algorithm:
         if self.h_from is not None:
             # no step writes a caller's h, which its caller may read
             buffers["h"] = H if self.h_from == "step" else H._replace(codes=None)
-        if self.master_weight_bits is not None:  # after h: its number is of its noise
-            dtype = LOW_DTYPES[self.master_weight_bits]
-            buffers[LOW_BITS] = Buffer(LOW_BITS, dtype=dtype)
+        # after h: the number of a buffer is a number of its noise
+        for symbol in low_symbols(self.master_weight_bits):
+            buffers[symbol] = Buffer(symbol, dtype=LOW_DTYPE)
         scales: dict[str, Any] = dict(shape=like_scales, dtype=SCALE_DTYPE)
         return buffers | {
             symbol + SCALE: buffer._replace(key=buffer.key + SCALE, **scales)

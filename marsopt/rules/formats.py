@@ -4,14 +4,20 @@ bits below these; averages as codes of 8 bits, with a scale for 64 neighbours in
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from marsopt.rules.numerics import HALF, working
 
-LOW_BITS = "low_bits"  # the symbol, and the key in the state
-# by ``master_weight_bits``: the bits of a weight that bfloat16 lacks, and a sign
-LOW_DTYPES = {32: torch.int16, 24: torch.int8}
+Value = TypeVar("Value")
+
+# the symbols, and the keys in the state, of 8 bits of a weight: below the 16 of a
+# bfloat16, with a sign, and below these; no backend of torch.distributed sends 16 bits
+LOW_BITS = ("low_bits", "lowest_bits")
+LOW_DTYPE = torch.int8
 NEAREST = 1 << 15  # half of the last of 16 bits, which rounds the rest to nearest
 CUT = 0xFF  # the bits of a float32 that 24 bits lack
 MAGNITUDE = 0x7FFF_FFFF
@@ -20,24 +26,35 @@ NAN = 0x7FC0_0000
 LARGEST = (2 - 2**-15) * 2.0**127
 
 
-def joined(x: Tensor, low: Tensor | None) -> Tensor:
+def low_symbols(master_weight_bits: int | None) -> tuple[str, ...]:
+    """Return the symbols of the tensors that hold a weight's bits below bfloat16."""
+    return LOW_BITS[: ((master_weight_bits or 16) - 16) // 8]
+
+
+def low_bits(tensors: Mapping[str, Value]) -> list[Value]:
+    """Return the tensors that hold a weight's bits below bfloat16, if there are any."""
+    return [tensors[symbol] for symbol in LOW_BITS if symbol in tensors]
+
+
+def joined(x: Tensor, low: Sequence[Tensor]) -> Tensor:
     """Return the weight of a parameter, in float32.
 
     Args:
         x: the parameter; bfloat16, if there are ``low`` bits.
-        low: as ``split`` makes them; None: the parameter is the weight.
+        low: as ``split`` makes them; none: the parameter is the weight.
     """
-    if low is None:
+    if not low:
         return working(x)
-    shift = 8 * (2 - low.dtype.itemsize)
-    high, low = x.view(torch.int16).to(torch.int32) << 16, low.to(torch.int32) << shift
+    high, rest = x.view(torch.int16).to(torch.int32) << 16, low[0].to(torch.int32) << 8
+    for last in low[1:]:
+        rest = rest | last.to(torch.int32) & CUT
     # a caller may have set an element to 0, from which a negative number would borrow
-    low = torch.where(high & MAGNITUDE == 0, low.clamp(min=0), low)
-    return (high + low).view(torch.float32)
+    rest = torch.where(high & MAGNITUDE == 0, rest.clamp(min=0), rest)
+    return (high + rest).view(torch.float32)
 
 
-def split(weight: Tensor, bits: int, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return a weight as a parameter and the bits below it.
+def split(weight: Tensor, bits: int, noise: Tensor | None) -> list[Tensor]:
+    """Return a weight as a parameter and the bits below it, 8 in each tensor.
 
     The parameter is the nearest bfloat16; of two equally near, the larger in size, so
     that 16 bits hold the remainder.
@@ -54,8 +71,10 @@ def split(weight: Tensor, bits: int, noise: Tensor | None) -> tuple[Tensor, Tens
     if noise is not None:
         value = value + torch.where(weight.abs() < LARGEST, noise >> 8, 0) & ~CUT
     high = value + NEAREST >> 16
-    low = value - (high << 16) >> 8 * (2 - LOW_DTYPES[bits].itemsize)
-    return high.to(torch.int16).view(torch.bfloat16), low.to(LOW_DTYPES[bits])
+    rest = value - (high << 16)
+    low = [rest >> 8, rest << 24 >> 24][: len(low_symbols(bits))]
+    x = high.to(torch.int16).view(torch.bfloat16)
+    return [x, *(eight.to(LOW_DTYPE) for eight in low)]
 
 
 # ---- averages ------------------------------------------------------------------------

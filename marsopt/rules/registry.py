@@ -292,7 +292,7 @@ REGISTRY: dict[str, NamedRule] = {}
 
 # The names of all that a component may keep in ``optimizer.state[p]``; other entries
 # are the caller's.
-STATE_KEYS = {MOMENTUM, H.key, MOMENTUM + SCALE, H.key + SCALE, LOW_BITS}
+STATE_KEYS = {MOMENTUM, H.key, MOMENTUM + SCALE, H.key + SCALE, *LOW_BITS}
 
 
 def canonical(name: str) -> str:

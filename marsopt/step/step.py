@@ -320,7 +320,7 @@ def products(g: Tensor, h: Tensor | None, is_long: bool) -> Tensor:
 
 def weight(tensors: Mapping[str, Tensor]) -> Tensor:
     """Return x in its working dtype, with the bits that the state holds below it."""
-    return formats.joined(tensors["x"], tensors.get(LOW_BITS))
+    return formats.joined(tensors["x"], formats.low_bits(tensors))
 
 
 def stored(
@@ -333,10 +333,10 @@ def stored(
     noise = None
     if bits == 24:
         assert index is not None and s.key is not None
-        number = list(algorithm.buffers).index(LOW_BITS)
+        number = list(algorithm.buffers).index(LOW_BITS[0])
         noise = numerics.noise(index, s.key, number)
-    high, low = formats.split(x, bits, noise)
-    return {"x": high, LOW_BITS: low}
+    tensors = formats.split(x, bits, noise)
+    return dict(zip(("x", *formats.low_symbols(bits)), tensors, strict=True))
 
 
 def held(algorithm: Algorithm, tensors: Mapping[str, Tensor], symbol: str) -> Tensor:
@@ -548,8 +548,9 @@ def _exchange(
             matrices = Batch(next(outputs).matrix, matrices.shapes)
         else:
             _from_owners(leaves, matrices, outputs, outcome)
-        names = ("x", LOW_BITS) if LOW_BITS in leaves.operands else ("x",)
-        operands = {name: leaves.operands[name] for name in names} | {"o": matrices}
+        known = leaves.operands.items()
+        operands = {name: x for name, x in known if name in ("x", *LOW_BITS)}
+        operands["o"] = matrices
         scalars = decision.scalars[leaves.number]
         with named_range("marsopt: update"):
             results = runner.map(applied, leaves, operands, scalars)

@@ -9,6 +9,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -16,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import marsopt
 from marsopt import MARS
 from marsopt.parallel import MeshCollectives
+from marsopt.rules.formats import low_symbols
 from tests import dcp_states
 from tests.factors import registered
 from tests.processes import spawn
@@ -267,21 +272,21 @@ def masters(rank, world, folder, is_start):
                 dcp_states.save(model, optimizer, f"{folder}/{rule}{bits}")
             else:
                 dcp_states.load(model, optimizer, f"{folder}/{rule}{bits}")
-            low = {
-                f"low bits of {n}": optimizer.state[p]["low_bits"]
-                for n, p in model.named_parameters()
-            }
-            for name, x in (optimizer.master_weights() | low).items():
-                # no backend sends int16
-                whole = x.to(torch.int32) if x.dtype == torch.int16 else x
-                found[rule, bits, name] = whole.full_tensor().to(x.dtype)
+            whole = get_optimizer_state_dict(
+                model, optimizer, options=StateDictOptions(full_state_dict=True)
+            )
+            for name, weight in optimizer.master_weights().items():
+                found[rule, bits, name] = weight.full_tensor()
+                for symbol in low_symbols(bits):
+                    entry = whole["state"][name]
+                    found[rule, bits, f"{symbol} of {name}"] = entry[symbol]
     return found
 
 
 def test_master_weights_go_to_other_numbers_of_ranks_to_the_bit(tmp_path):
     want = spawn(masters, 3, str(tmp_path), True)[0]
-    assert {x.dtype for x in want.values()} == {torch.float32, torch.int16, torch.int8}
-    assert all(x.any() for (_, _, name), x in want.items() if "low" in name)
+    assert {x.dtype for x in want.values()} == {torch.float32, torch.int8}
+    assert all(x.any() for (_, _, name), x in want.items() if "bits" in name)
     for world in (1, 4):
         for found in spawn(masters, world, str(tmp_path), False):
             assert found.keys() == want.keys()

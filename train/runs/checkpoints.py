@@ -83,9 +83,7 @@ def check(path: Path, shape: Shape, *, whole: bool = False) -> None:
     """
     index, sizes = _read_index(path), tensor_sizes(shape)
     saved = index.state_dict_metadata
-    sizes |= {
-        _low_bits(name): sizes[name] for name in sizes if _low_bits(name) in saved
-    }
+    sizes |= {n: sizes[name] for name in sizes for n in _low_bits(name) if n in saved}
     layers = {name for name in saved if name.startswith("layers.")}
     for name in sorted(sizes.keys() | layers):
         size = tuple(getattr(saved.get(name), "size", ())) or None
@@ -153,9 +151,9 @@ def delete(path: Path) -> None:
     remove_folder(path)
 
 
-def _low_bits(name: str) -> str:
-    """Return the entry of the bits below a bfloat16 weight, of a run that has them."""
-    return f"optimizer.state.{name}.{LOW_BITS}"
+def _low_bits(name: str) -> list[str]:
+    """Return the entries of the bits below a bfloat16 weight, if a run has them."""
+    return [f"optimizer.state.{name}.{symbol}" for symbol in LOW_BITS]
 
 
 def load_model(folder: Path, shape: Shape, step: int | None = None) -> GPT2:
@@ -166,16 +164,17 @@ def load_model(folder: Path, shape: Shape, step: int | None = None) -> GPT2:
     path = checkpoint(folder, step)
     model = GPT2(shape)
     state, saved = model.state_dict(), read_index(path).state_dict_metadata
-    entries = {name: saved.get(_low_bits(name)) for name in state}
     low = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if entry is not None
+        n: torch.empty(saved[n].size, dtype=saved[n].properties.dtype)
+        for name in state
+        for n in _low_bits(name)
+        if n in saved
     }
     with _alone():
-        load(state | {_low_bits(n): x for n, x in low.items()}, path, no_dist=True)
-    for name, bits in low.items():
-        state[name] = joined(state[name].to(torch.bfloat16), bits)
+        load(state | low, path, no_dist=True)
+    for name in state:
+        if bits := [low[n] for n in _low_bits(name) if n in low]:
+            state[name] = joined(state[name].to(torch.bfloat16), bits)
     model.load_state_dict(state)
     return model.eval()
 
