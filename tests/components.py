@@ -13,7 +13,7 @@ from torch import Tensor
 
 from marsopt import LOCAL, Algorithm, Correction, Lion
 from marsopt.functional.buffers import start_at_owner
-from marsopt.functional.state import Leaves, new_state
+from marsopt.functional.state import RouteLeaves, new_state
 from marsopt.rules.component import MatrixInput, Preconditioner, number_fields
 
 
@@ -67,7 +67,7 @@ def parts_of(
     algorithm: Algorithm, shape: Sequence[int]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A parameter as a step sees it, one part (1, n), and its buffers in shards."""
-    leaves = Leaves(algorithm, [torch.zeros(*shape)], None, LOCAL)
+    leaves = RouteLeaves(algorithm, [torch.zeros(*shape)], None, LOCAL)
     state, (x,) = new_state(leaves), leaves.tensors
     symbols = [s for s, b in algorithm.kept.items() if b.home == "shard"]
     buffers = {s: leaves.matching(state.buffers[s], s)[0] for s in symbols}

@@ -19,7 +19,7 @@ from marsopt.rules.mars import Approximate
 from marsopt.rules.matrices import Matrices
 from marsopt.rules.options import (
     Option,
-    Table,
+    OptionTable,
     check_values,
     number,
     options_of,
@@ -98,7 +98,7 @@ OPTIMIZER, REST = options_of(OptimizerOptions), options_of(RestOptions)
 @cache
 def group_options(
     preconditioner: type[Preconditioner], correction: type[Correction]
-) -> Table:
+) -> OptionTable:
     """Return the options of a rule's param groups: ``betas`` stands for its single
     momentums there.
     """
@@ -113,7 +113,7 @@ def group_options(
     }
 
 
-def all_options() -> Table:
+def all_options() -> OptionTable:
     """Return the options that rules and corrections have, which ``mars`` and ``MARS``
     take. A default that rules do not share is None: each rule's own.
     """
@@ -125,7 +125,7 @@ def all_options() -> Table:
 def _all_options(
     preconditioners: tuple[type[Preconditioner], ...],
     corrections: tuple[type[Correction], ...],
-) -> Table:
+) -> OptionTable:
     lines: dict[str, Option] = {}
     for kind in (*corrections, Correction):
         lines |= {**OPTIMIZER, **options_of(Algorithm), **options_of(kind)}

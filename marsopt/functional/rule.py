@@ -12,7 +12,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from marsopt.functional.state import (
     Bound,
-    Leaves,
+    RouteLeaves,
     State,
     bind,
     new_state,
@@ -251,7 +251,7 @@ class Rule:
     def _called(self) -> str:
         return " and ".join(map(str, self._algorithms))
 
-    def _leaves(self, params: Tree, collectives: Collectives) -> dict[str, Leaves]:
+    def _leaves(self, params: Tree, collectives: Collectives) -> dict[str, RouteLeaves]:
         """Return the leaves of each route; a route without any is left out.
 
         Raises:
@@ -260,7 +260,7 @@ class Rule:
         """
         if collectives is not LOCAL and not torch.compiler.is_compiling():
             check_collectives(collectives)
-        all_leaves = Leaves(self.matrix, params, None, collectives)
+        all_leaves = RouteLeaves(self.matrix, params, None, collectives)
         if not all_leaves.tensors:
             raise ValueError(
                 "got no parameters, expected at least one tensor: pass the model's "
@@ -282,7 +282,7 @@ class Rule:
                 )
             parts[side].append(name)
         return {
-            side: Leaves(self._routes[side].algorithm, params, part, collectives)
+            side: RouteLeaves(self._routes[side].algorithm, params, part, collectives)
             for side, part in parts.items()
             if part
         }
@@ -290,7 +290,9 @@ class Rule:
     def _join(self, states: Mapping[str, State]) -> RuleState:
         return dict(states) if len(self._routes) > 1 else next(iter(states.values()))
 
-    def _split(self, state: RuleState, sides: Mapping[str, Leaves]) -> dict[str, State]:
+    def _split(
+        self, state: RuleState, sides: Mapping[str, RouteLeaves]
+    ) -> dict[str, State]:
         """Return the states of the routes.
 
         Raises:

@@ -31,7 +31,7 @@ from marsopt.rules.formats import CODED, LOW_BITS, SCALE_DTYPE, check_piece
 from marsopt.rules.numerics import scalar_dtype, working_dtype
 from marsopt.step.decide import Decision, Inputs
 from marsopt.step.leaf import index_of, leaf_of
-from marsopt.step.owners import Collectives, Tensors
+from marsopt.step.owners import Collectives, OwnedTensors
 from marsopt.step.step import Group
 
 
@@ -60,7 +60,7 @@ class State(NamedTuple):
         return self.buffers["v"]
 
 
-class Leaves:
+class RouteLeaves:
     """The leaves of a tree that an algorithm updates: the stacks of a FlatGroup, or the
     tensors.
 
@@ -136,12 +136,12 @@ class Leaves:
         """Return the part of each parameter in a leaf, or in an owner's buffer."""
         return list(leaf.unbind()) if self.is_packed else [leaf]
 
-    def joined(self, rows: Sequence[Tensor]) -> Tensor:
+    def repacked(self, rows: Sequence[Tensor]) -> Tensor:
         """Return the inverse of ``rows``."""
         return torch.stack(list(rows)) if self.is_packed else rows[0]
 
 
-def new_state(leaves: Leaves) -> State:
+def new_state(leaves: RouteLeaves) -> State:
     """Return the state before the first step.
 
     Raises:
@@ -171,7 +171,7 @@ def new_state(leaves: Leaves) -> State:
     return State(zero, zero.clone(), buffers)
 
 
-def _starts(leaves: Leaves, symbol: str) -> list[Tensor]:
+def _starts(leaves: RouteLeaves, symbol: str) -> list[Tensor]:
     """Return a buffer before the first step, for each leaf; scales of a leaf without
     codes have no element.
     """
@@ -181,7 +181,7 @@ def _starts(leaves: Leaves, symbol: str) -> list[Tensor]:
         by_leaf = [leaves.rows(x) for x in leaves.tensors]
         params = [p for rows in by_leaf for p in rows]
         owned = iter(owned_starts(algorithm, buffer, params, leaves.collectives))
-        return [leaves.joined([next(owned) for _ in rows]) for rows in by_leaf]
+        return [leaves.repacked([next(owned) for _ in rows]) for rows in by_leaf]
     if algorithm.state_dtype != CODED:  # state of a DTensor is a DTensor
         return [start_beside(algorithm, buffer, x) for x in leaves.tensors]
     starts = [
@@ -195,7 +195,7 @@ def _starts(leaves: Leaves, symbol: str) -> list[Tensor]:
     return leaves.whole(starts, symbol)
 
 
-def held(leaves: Leaves, symbol: str, state: State) -> list[Tensor]:
+def state_leaves(leaves: RouteLeaves, symbol: str, state: State) -> list[Tensor]:
     """Return one buffer of ``state``, in the order of the leaves, in the dtype of the
     state or the algorithm's, whichever is wider: as ``init`` made it, unless it was
     saved by a rule of another ``state_dtype``.
@@ -246,7 +246,7 @@ class Bound(NamedTuple):
 
 
 def bind(
-    leaves: Leaves,
+    leaves: RouteLeaves,
     grads: Tree,
     reference: Tree | None,
     state: State,
@@ -267,7 +267,7 @@ def bind(
         ValueError: gradients or a state that do not belong to the leaves.
     """
     algorithm, tensors = leaves.algorithm, leaves.tensors
-    trees = {symbol: held(leaves, symbol, state) for symbol in algorithm.kept}
+    trees = {symbol: state_leaves(leaves, symbol, state) for symbol in algorithm.kept}
     owned = [trees.pop(symbol) for symbol in algorithm.owned]
     buffers = {symbol: leaves.pieces(tree) for symbol, tree in trees.items()}
     if reference is not None and algorithm.h_from is not None:
@@ -329,9 +329,9 @@ def _row(numbers: Sequence[Number], device: torch.device) -> Tensor:
 
 
 def unbind(
-    leaves: Leaves,
+    leaves: RouteLeaves,
     values: Sequence[Mapping[str, Tensor]],
-    owned: Sequence[Sequence[Tensors]],
+    owned: Sequence[Sequence[OwnedTensors]],
     state: State,
     decision: Decision,
 ) -> tuple[list[Tensor], State]:
@@ -358,7 +358,7 @@ def unbind(
         if symbol in at_owner:
             n = at_owner.index(symbol)
             # new tensors for all: nothing is written in place
-            tensors = [leaves.joined([o[n] for o in of_leaf]) for of_leaf in owned]
+            tensors = [leaves.repacked([o[n] for o in of_leaf]) for of_leaf in owned]
         else:
             tree = state.buffers[symbol]
             tensors = whole(symbol, [tree[name] for name in leaves.names])

@@ -23,7 +23,7 @@ from marsopt.optim.state_dict import STAGE_COUNT, State, in_form_of
 from marsopt.rules.component import Algorithm, owned_shapes
 from marsopt.rules.formats import CODED
 from marsopt.rules.registry import STATE_KEYS
-from marsopt.step.owners import Collectives, Tensors
+from marsopt.step.owners import Collectives, OwnedTensors
 
 
 def check_state(
@@ -171,7 +171,7 @@ def attach_owned(
     state: State,
     before: Mapping[Tensor, tuple[int, ...]] | None,
     collectives: Collectives,
-) -> list[tuple[Tensors, tuple[int, ...]]]:
+) -> list[tuple[OwnedTensors, tuple[int, ...]]]:
     """Return the buffers at home with the owners of matrices, as ``state`` holds them
     for each parameter, and the numbers of their matrices; missing buffers are made.
 

@@ -55,7 +55,7 @@ from marsopt.step.leaf import (
     memory_of,
 )
 from marsopt.step.leaf import is_dense as is_memory
-from marsopt.step.owners import LOCAL, Collectives, OwnerBuffer, Tensors
+from marsopt.step.owners import LOCAL, Collectives, OwnedTensors, OwnerBuffer
 from marsopt.step.step import Gradients, Group, MatrixLeaves, exchanges_of
 
 LR = ("lr", "lr_ratio", "lr_1d_ratio")  # keys whose product is a learning rate
@@ -249,7 +249,7 @@ class Member:
     algorithm: Algorithm  # equal for all parameters of a formula
     piece: Tensor  # this process's elements of it
     state: dict[str, Tensor] = field(default_factory=dict)  # pieces, by symbol
-    owned: Tensors = ()  # buffers that the owners of its matrices keep here
+    owned: OwnedTensors = ()  # buffers that the owners of its matrices keep here
     owns: tuple[int, ...] | None = None  # which matrices these are of
 
 

@@ -24,7 +24,7 @@ from marsopt.functional.buffers import check_overlap, check_parameter
 from marsopt.optim.state_dict import State
 from marsopt.rules import checks
 from marsopt.rules.matrices import Matrices
-from marsopt.rules.options import Table, arguments, check_values, options_of
+from marsopt.rules.options import OptionTable, arguments, check_values, options_of
 from marsopt.rules.registry import (
     FALLBACK_TABLE,
     FOLLOWED,
@@ -158,7 +158,9 @@ def check_no_module(value: Any) -> None:
         )
 
 
-def options_of_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> Table:
+def options_of_group(
+    group: Mapping[str, Any], options: Mapping[str, Any]
+) -> OptionTable:
     """Return the options that a group with a ``mars_type`` has, and the whole
     optimizer's.
     """

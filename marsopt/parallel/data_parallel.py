@@ -21,7 +21,7 @@ from marsopt.step.owners import (
     LocalCollectives,
     Request,
     batches_of,
-    joined,
+    leaf_output,
     precondition_leaves,
     precondition_matrices,
 )
@@ -127,7 +127,7 @@ class DataParallel(LocalCollectives):
         found = self._shared(singles) if singles else {}
         rest = (found[i] for i in range(len(singles)))
         return [
-            joined(request, [next(rest) for _ in leaf])
+            leaf_output(request, [next(rest) for _ in leaf])
             for request, leaf in zip(requests, by_leaf, strict=True)
         ]
 

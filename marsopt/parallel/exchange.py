@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from marsopt.parallel.layout import Grid, Matrix
 from marsopt.parallel.planner import Members, plan
 from marsopt.rules.component import MatrixCost, MatrixOutput
-from marsopt.step.owners import Request, Tensors, precondition_matrices
+from marsopt.step.owners import OwnedTensors, Request, precondition_matrices
 
 # torch 2.13 has another name for it, and warns of this name
 _all_gather = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
@@ -300,7 +300,7 @@ def share(
         sent = list[Tensor]()
         for i in bucket[group.rank()]:
             found[i] = here[i]
-            new = cast(Tensors, here[i].owned) if with_buffers else ()
+            new = cast(OwnedTensors, here[i].owned) if with_buffers else ()
             tensors = here[i].matrix, *new
             sent += [x.to(s.dtype) for x, s in zip(tensors, specs[i], strict=True)]
         with record_function("marsopt: exchange"):

@@ -39,7 +39,7 @@ from marsopt.step.owners import (
     MatrixParam,
     OwnerBuffer,
     Request,
-    joined,
+    leaf_output,
     owned_views,
     precondition_leaves,
     rows_here,
@@ -230,7 +230,7 @@ class MeshCollectives:
             rest = (results[n] for n in range(len(group.matrices)))
             for i, cut in cuts.items():
                 matrices = [next(rest) for _ in cut.matrices]
-                out[i] = joined(requests[i], matrices)
+                out[i] = leaf_output(requests[i], matrices)
         wholes = precondition_leaves([requests[i] for i in partition.local])
         out |= zip(partition.local, wholes, strict=True)
         gathered = [requests[i] for i in partition.gathered]

@@ -23,7 +23,7 @@ CUT = 0xFF  # the bits of a float32 that 24 bits lack
 MAGNITUDE = 0x7FFF_FFFF
 NAN = 0x7FC0_0000
 # the largest number of 24 bits; a larger finite float32 is cut to it
-LARGEST = (2 - 2**-15) * 2.0**127
+LARGEST_24 = (2 - 2**-15) * 2.0**127
 
 
 def low_symbols(master_weight_bits: int | None) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ def split(weight: Tensor, bits: int, noise: Tensor | None) -> list[Tensor]:
     # the carry of a NaN with other bits would make a number
     value = torch.where(weight == weight, weight.view(torch.int32), NAN)
     if noise is not None:
-        value = value + torch.where(weight.abs() < LARGEST, noise >> 8, 0) & ~CUT
+        value = value + torch.where(weight.abs() < LARGEST_24, noise >> 8, 0) & ~CUT
     high = value + NEAREST >> 16
     rest = value - (high << 16)
     low = [rest >> 8, rest << 24 >> 24][: len(low_symbols(bits))]

@@ -160,7 +160,7 @@ def _alike(t: Tensor, beta: Any, log_time: Any) -> tuple[Tensor, Tensor, Tensor]
 NARROW = torch.bfloat16  # the dtype of rounded values
 HALF = 0xFFFF  # the bits that bfloat16 lacks of a float32
 WORD = 0xFFFF_FFFF
-LARGEST = torch.finfo(NARROW).max
+LARGEST_NARROW = torch.finfo(NARROW).max
 # The first 15 bits of the fractional parts of the roots of the first six primes, the
 # last bit set. A 16-bit number times one of these is no overflow of int32, which C++
 # does not define.
@@ -218,7 +218,7 @@ def stochastic(value: Tensor, noise: Tensor) -> Tensor:
         noise: as ``noise`` makes it.
     """
     value = value.to(torch.float32)
-    noise = torch.where(value.abs() < LARGEST, noise, 0)
+    noise = torch.where(value.abs() < LARGEST_NARROW, noise, 0)
     bits = value.view(torch.int32) + noise & ~HALF
     rounded = bits.view(torch.float32)
     # an integer has no derivative; the difference is exact

@@ -86,7 +86,7 @@ class Option(NamedTuple):
         return torch.dtype in (self.hint, *get_args(self.hint))
 
 
-Table = Mapping[str, Option]
+OptionTable = Mapping[str, Option]
 
 MOST_NAMES = 4  # that an error about unknown arguments shows
 
@@ -108,7 +108,7 @@ def _fields(component: type) -> Iterator[tuple[Field[Any], Any]]:
 
 
 @cache
-def options_of(component: type) -> Table:
+def options_of(component: type) -> OptionTable:
     """Return the options of a dataclass, and of the dataclasses that are its fields, by
     the name that users write.
     """
@@ -182,7 +182,7 @@ def check_fields(component: Any) -> None:
         object.__setattr__(component, f.name, checks.plain(value))
 
 
-def check_values(known: Table, values: Mapping[str, Any]) -> None:
+def check_values(known: OptionTable, values: Mapping[str, Any]) -> None:
     """Check the ``values`` that a table names.
 
     Raises:

@@ -29,7 +29,7 @@ from marsopt.rules.lion import Lion, SignAverage
 from marsopt.rules.mars import Approximate, Exact
 from marsopt.rules.normuon import NorMuon
 from marsopt.rules.numerics import LOG_TIME_BETA, LOG_TIME_NESTEROV
-from marsopt.rules.options import Table, arguments, options_of
+from marsopt.rules.options import OptionTable, arguments, options_of
 from marsopt.rules.orthogonal import MATCH_RMS_ADAMW, Orthogonal
 
 # The rule of tensors that are not matrices: the rule itself; an AdamW with numbers of
@@ -89,7 +89,7 @@ class NamedRule:
         return self.preconditioner.matrix_only
 
     @property
-    def table(self) -> Table:
+    def table(self) -> OptionTable:
         """Its preconditioner's hyperparameters, with its own defaults."""
         return {
             name: line._replace(default=self.defaults.get(name, line.default))
@@ -97,7 +97,7 @@ class NamedRule:
         }
 
     @property
-    def options(self) -> Table:
+    def options(self) -> OptionTable:
         """The options of ``marsopt.rule`` for it: the fields of its components."""
         lines = {**self.table, **options_of(Algorithm)}
         for kind in CORRECTIONS.values() if self.is_mars else ():

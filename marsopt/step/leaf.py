@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from marsopt.rules.component import Algorithm
 from marsopt.rules.numerics import scalar_dtype
-from marsopt.step.owners import Collectives, Tensors, rows_here
+from marsopt.step.owners import Collectives, OwnedTensors, rows_here
 
 SMALL = 4096  # elements; a copy of fewer costs less than a call of a graph
 WIDTH = 64  # elements of a row of small tensors, or a divisor: a cache line or more
@@ -89,7 +89,7 @@ class Leaf(NamedTuple):
     # (): the piece is contiguous, and the parts are views of it. Other strides: the
     # parts are its memory in that order. None: they are a copy, in row order.
     strides: tuple[int, ...] | None = None
-    owned: Sequence[Tensors] = ()  # of each param, the buffers that its owners keep
+    owned: Sequence[OwnedTensors] = ()  # of each param, the buffers at its owners
 
     @property
     def operands(self) -> dict[str, Tensor]:

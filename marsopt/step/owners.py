@@ -39,7 +39,7 @@ class OwnerBuffer(NamedTuple):
     owns: tuple[int, ...]
 
 
-Tensors = tuple[Tensor, ...]
+OwnedTensors = tuple[Tensor, ...]
 
 
 class Request(NamedTuple):
@@ -91,7 +91,7 @@ def precondition_leaves(requests: Sequence[Request]) -> list[MatrixOutput]:
     ]
     results = iter(precondition_matrices([part for leaf in by_leaf for part in leaf]))
     return [
-        joined(request, [next(results) for _ in parts])
+        leaf_output(request, [next(results) for _ in parts])
         for request, parts in zip(requests, by_leaf, strict=True)
     ]
 
@@ -126,14 +126,14 @@ def owned_views(request: Request, shapes: Sequence[torch.Size]) -> list[list[Ten
     ]
 
 
-def joined(request: Request, results: Sequence[MatrixOutput]) -> MatrixOutput:
+def leaf_output(request: Request, results: Sequence[MatrixOutput]) -> MatrixOutput:
     """Return the results of all matrices of a leaf, or of batches of them, in order, as
     the result of the leaf.
     """
     if not results:  # no element lies here
         return request.empty_output
     owned = request.input.owned
-    new = [cast(Tensors, result.owned) for result in results if result.owned]
+    new = [cast(OwnedTensors, result.owned) for result in results if result.owned]
     if new:
         pairs = zip(zip(*new, strict=True), owned, strict=True)
         owned = tuple(_joined(parts, old.shape) for parts, old in pairs)

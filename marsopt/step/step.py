@@ -31,7 +31,7 @@ from marsopt.step.decide import (
     sums_of_norms,
 )
 from marsopt.step.leaf import Leaf
-from marsopt.step.owners import LOCAL, Collectives, Request, Tensors
+from marsopt.step.owners import LOCAL, Collectives, OwnedTensors, Request
 
 ROW = 512  # elements that are summed before rows are
 BATCH = Matrices(kind="batched")
@@ -339,7 +339,9 @@ def stored(
     return dict(zip(("x", *formats.low_symbols(bits)), tensors, strict=True))
 
 
-def held(algorithm: Algorithm, tensors: Mapping[str, Tensor], symbol: str) -> Tensor:
+def buffer_value(
+    algorithm: Algorithm, tensors: Mapping[str, Tensor], symbol: str
+) -> Tensor:
     """Return a buffer in its working dtype."""
     buffer, tensor = algorithm.buffers[symbol], tensors[symbol]
     if not algorithm.stores_codes(buffer):
@@ -368,11 +370,13 @@ def updated(
     x, g = weight(tensors), working(tensors["g"])
     c = s.weights[0] * g
     if algorithm.h_from is not None:
-        c = c + s.weights[1] * held(algorithm, tensors, "h")
-    moments = {symbol: held(algorithm, tensors, symbol) for symbol in algorithm.moments}
+        c = c + s.weights[1] * buffer_value(algorithm, tensors, "h")
+    moments = {
+        symbol: buffer_value(algorithm, tensors, symbol) for symbol in algorithm.moments
+    }
     out, new = algorithm.preconditioner.update(x, c, moments, s.rule)
     if algorithm.correction is not None and s.global_clip is not None:
-        h = held(algorithm, tensors, "h")
+        h = buffer_value(algorithm, tensors, "h")
         new["h"] = algorithm.correction.next_h(s.global_clip * g, h)
     buffers = algorithm.buffers
     results = {}
@@ -422,7 +426,7 @@ class Outcome(NamedTuple):
     sums: Tensor  # (norms, pairs + 1), complete
     # by group and leaf, for a runner that writes nothing
     values: list[list[Results]]  # new x and buffers, (P, n)
-    owned: list[list[list[Tensors]]]  # of each param, the buffers that its owners keep
+    owned: list[list[list[OwnedTensors]]]  # of each param, the buffers at its owners
 
 
 def step(
@@ -452,7 +456,7 @@ def step(
             groups, grads, max_norm, collectives, runner, has_grad
         )
     values: list[list[Results]] = []
-    owned: list[list[list[Tensors]]] = []
+    owned: list[list[list[OwnedTensors]]] = []
     if not runner.writes:
         values = [[leaf.operands for leaf in group.leaves] for group in groups]
         owned = [[list(leaf.owned) for leaf in group.leaves] for group in groups]
@@ -570,8 +574,8 @@ def _from_owners(
             matrices[n] = None  # the matrix is not needed any more
             back = [next(outputs) for _ in leaf.params]
             pieces = [output.matrix for output in back]
-            joined = pieces[0] if len(pieces) == 1 else torch.stack(pieces)
-            matrices[n] = leaf.as_parts(joined)
+            matrix = pieces[0] if len(pieces) == 1 else torch.stack(pieces)
+            matrices[n] = leaf.as_parts(matrix)
             if outcome.owned:
                 of_params = [output.owned for output in back]
                 outcome.owned[leaves.number][i] = of_params  # type: ignore[assignment]
@@ -599,7 +603,7 @@ def _requests(
             continue
         each = len(leaf.norms) // len(leaf.params)
         for n, piece in enumerate(leaf.as_pieces(matrix)):
-            owned: Tensors = leaf.owned[n] if leaf.owned else ()
+            owned: OwnedTensors = leaf.owned[n] if leaf.owned else ()
             s = owned
             if owned:
                 columns = table[rows.start + n * each].unbind()

@@ -17,7 +17,7 @@ from torch import nn
 
 import marsopt
 from marsopt import REGISTRY, FlatGroup
-from marsopt.rules.formats import CUT, LARGEST, joined, low_bits, low_symbols, split
+from marsopt.rules.formats import CUT, LARGEST_24, joined, low_bits, low_symbols, split
 from tests.library.test_layouts import shifted, transposed, with_gaps
 from tests.table import steady
 
@@ -47,7 +47,15 @@ def weights():
     g = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (2**18,), generator=g)
     info = torch.finfo(F32)
-    edges = [0.0, info.max, info.tiny, info.smallest_normal, 1e-45, 1.00390625, LARGEST]
+    edges = [
+        0.0,
+        info.max,
+        info.tiny,
+        info.smallest_normal,
+        1e-45,
+        1.00390625,
+        LARGEST_24,
+    ]
     edges += [torch.inf, torch.nan, *(-x for x in (*edges, torch.inf))]
     found = torch.cat([bits.to(torch.int32).view(F32), torch.tensor(edges)])
     return torch.where(found.isnan(), torch.nan, found)  # of the usual bits
@@ -68,7 +76,7 @@ def test_a_weight_of_32_bits_comes_back_to_the_bit():
 def test_the_mean_of_24_bits_over_all_noise_is_the_weight(exponent):
     g, noise = torch.Generator().manual_seed(0), torch.arange(2**16).int()
     for weight in torch.randn(16, generator=g) * 2.0**exponent:
-        if weight.abs() > LARGEST:
+        if weight.abs() > LARGEST_24:
             continue
         x, *low = split(weight.expand(2**16), 24, noise)
         assert [t.dtype for t in (x, *low)] == [BF16, torch.int8]
