@@ -292,8 +292,9 @@ def _by_order(
             raise ValueError(
                 f"got state of {wanted[0]} parameters with a momentum and {wanted[1]} "
                 f"of AdamW, expected {present[0]} and {present[1]} of {len(leaves)}: "
-                "build MARS over the same parameters, and let matrix rules and AdamW "
-                "update the same of them, or load only the model"
+                "load only the model if AdamW has trained all of it; else build MARS "
+                "over the same parameters, and let matrix rules and AdamW update the "
+                "same of them"
             )
         every.append(list(zip(ours, theirs, strict=True)))
         if all(leaf.fits(record) for leaf, record in every[-1]):

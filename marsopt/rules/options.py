@@ -89,6 +89,13 @@ class Option(NamedTuple):
 OptionTable = Mapping[str, Option]
 
 MOST_NAMES = 4  # that an error about unknown arguments shows
+# names in torch.optim, trainers and nanoGPT that ``get_close_matches`` does not match
+SYNONYMS = {
+    "momentum": "betas",
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    **dict.fromkeys(("grad_clip", "gradient_clip_val"), "max_norm"),
+}
 
 # checks of fields without a check, by type
 CHECKS: dict[Any, Check] = {
@@ -206,7 +213,8 @@ def check_names(
     unknown = sorted(name for name in names if name not in known)
     if not unknown:
         return
-    close = [m for name in unknown for m in get_close_matches(name, known, 1)]
+    likely = (SYNONYMS.get(name, name) for name in unknown)
+    close = [m for name in likely for m in get_close_matches(name, known, 1)]
     do = f"did you mean {', '.join(map(repr, close[:MOST_NAMES]))}?"
     more = f" and {len(unknown) - MOST_NAMES} more" * (len(unknown) > MOST_NAMES)
     raise TypeError(

@@ -106,9 +106,9 @@ def announce() -> None:
     step looks as if it hung.
     """
     log.warning(
-        "marsopt: compiling the formulas of the optimizer's step, once: some 10 s, on "
-        "a GPU up to 30, and less where torch's cache on disk has them; compile=False "
-        "compiles nothing"
+        "marsopt: compiling the formulas of the optimizer's step, once: 10 s to 90 "
+        "on busy cores, less if torch's cache on disk has them; compile=False compiles "
+        "nothing"
     )
 
 
