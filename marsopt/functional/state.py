@@ -81,6 +81,8 @@ class RouteLeaves:
         self.algorithm, self.collectives, self._part = algorithm, collectives, part
         self.tree = subtree(params, part)
         self.tensors, self.names = flatten(self.tree, "params"), names(self.tree)
+        places = {name: place for place, name in enumerate(names(params))}
+        self.numbers = [places[name] for name in self.names]  # in the tree
         if algorithm.state_dtype == CODED:
             # a step returns contiguous tensors, whose state would have another form
             self.tensors = [x.contiguous() for x in self.tensors]
@@ -279,9 +281,8 @@ def bind(
         variant = leaves.algorithms[i]
         positions_by_form.setdefault((variant, working_dtype(x)), []).append(i)
         params, piece = leaves.rows(leaf), leaves.rows(x)[0]
-        bare, parts = leaf_of(
-            variant, leaves.shapes[i], piece, params, leaves.collectives
-        )
+        shape, number = leaves.shapes[i], leaves.numbers[i]
+        bare, parts = leaf_of(variant, shape, piece, params, leaves.collectives, number)
         num = len(bare.norms)
         leaf_buffers = {
             k: pieces[i] for k, pieces in buffers.items() if k in variant.buffers
@@ -301,7 +302,7 @@ def bind(
         group_leaves = [step_leaves[i] for i in positions]
         num = sum(len(leaf.params) for leaf in group_leaves)
         t = state.t.expand(num)
-        index = index_of(group_leaves)
+        index = index_of(group_leaves, variant.has_noise)
         inputs = Inputs(variant, numbers, None, index, t, dtype)
         stages = []
         if algorithm.has_stages:

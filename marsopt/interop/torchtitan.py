@@ -87,7 +87,7 @@ def _from_text(options: dict[str, Any]) -> dict[str, Any]:
             if not isinstance(resolved[line.name], torch.dtype):
                 raise ValueError(
                     f"got {line.name}={name!r}, expected the name of a dtype: write "
-                    '"float32", "bfloat16" or "float16"'
+                    '"float32" or "bfloat16"'
                 )
     return resolved
 

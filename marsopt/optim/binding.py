@@ -245,6 +245,7 @@ class Member:
 
     p: Tensor  # as the user holds it: a DTensor, too
     label: str
+    number: int  # among all parameters of the optimizer
     row: Row  # its numbers
     algorithm: Algorithm  # equal for all parameters of a formula
     piece: Tensor  # this process's elements of it
@@ -327,6 +328,7 @@ class Binding:
             device or torch.device("cpu")
         )
         names = dict(labels(groups))
+        numbers = {p: number for number, p in enumerate(names)}
         self._rows: list[Row] = []
         by_formula: dict[Hashable, list[Member]] = {}
         for group in groups:
@@ -346,7 +348,8 @@ class Binding:
                     check_piece(piece, names[p])
                 members = by_formula.setdefault((algorithm, p.dtype), [])
                 formula = members[0].algorithm if members else algorithm
-                members.append(Member(p, names[p], row, formula, piece))
+                number = numbers[p]
+                members.append(Member(p, names[p], number, row, formula, piece))
             self._rows += rows.values()
         self._formulas = list(by_formula.values())
         self.members = [member for members in self._formulas for member in members]
@@ -405,7 +408,12 @@ class Binding:
         ordered, packed = list[Member](), list[Member]()
         for member in members:
             bare, parts = leaf_of(
-                algorithm, member.p.shape, member.piece, [member.p], self.collectives
+                algorithm,
+                member.p.shape,
+                member.piece,
+                [member.p],
+                self.collectives,
+                member.number,
             )
             if member.owned:
                 bare = bare._replace(owned=[member.owned])
@@ -459,7 +467,7 @@ class Binding:
         else:
             counts = list(t.unbind()), held_steps(self._state, params, t[0])
         dtype = working_dtype(ordered[0].piece)
-        index = index_of(singles)
+        index = index_of(singles, algorithm.has_noise)
         inputs = Inputs(algorithm, table.values, by_norm, index, t, dtype)
         first = sum(len(group.members) for group in self.groups)
         return BoundFormula(inputs, singles, first, ordered, table, packs, counts)
@@ -566,9 +574,11 @@ class Binding:
         """
         if not self.groups:
             return False
-        entry = self._state.get(self.params[-1], {})
-        last = self._kept[-1](entry)[-1] if entry else None
-        if last is None or last is not self._held[-1]:
+        try:
+            last = self._kept[-1](self._state[self.params[-1]])[-1]
+        except KeyError:  # a caller has deleted it
+            return True
+        if last is not self._held[-1]:
             return True
         address = self._places[0][-1]
         return not is_fake(last) and self.collectives.local(last).data_ptr() != address

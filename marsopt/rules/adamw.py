@@ -76,7 +76,6 @@ class AdamW(Preconditioner):
     keeps = {
         "m": Buffer("exp_avg", is_debiased=True),
         "v": Buffer("exp_avg_sq", is_debiased=True, codes="squares"),
-        # the largest of values that are rounded stochastically would only grow
         "v_max": Buffer("max_exp_avg_sq", codes=None),
     }
 
@@ -86,7 +85,10 @@ class AdamW(Preconditioner):
 
     @property
     def buffers(self) -> dict[str, Buffer]:
-        return {s: b for s, b in self.keeps.items() if s != "v_max" or self.amsgrad}
+        if not self.amsgrad:
+            return {s: b for s, b in self.keeps.items() if s != "v_max"}
+        # the largest of values that are rounded stochastically would only grow
+        return {**self.keeps, "v": self.keeps["v"]._replace(codes=None)}
 
     def scalars(self, t: Tensor, n: Numbers) -> tuple[Number, ...]:
         (beta1, beta2), log_time = n.betas, n.log_time

@@ -523,7 +523,7 @@ class Algorithm:
             but bfloat16 with ``stochastic_rounding``, or torch.int8: codes with a
             bfloat16 scale for 64 neighbours in a row, rounded stochastically. float32
             remains for vectors, tensors below 4,096 elements or with gaps, rows of
-            another length than a multiple of 64, the maximum of ``amsgrad``, and the
+            another length than a multiple of 64, the squares of ``amsgrad``, and the
             buffers of owners.
         stochastic_rounding: whether a step rounds stochastically the values that it
             writes into state buffers of bfloat16.

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from marsopt.rules.numerics import HALF, working
+from marsopt.rules.numerics import HALF, NARROW, working
 
 Value = TypeVar("Value")
 
@@ -42,9 +42,18 @@ def joined(x: Tensor, low: Sequence[Tensor]) -> Tensor:
     Args:
         x: the parameter; bfloat16, if there are ``low`` bits.
         low: as ``split`` makes them; none: the parameter is the weight.
+
+    Raises:
+        ValueError: the parameter is no longer bfloat16.
     """
     if not low:
         return working(x)
+    if x.dtype != NARROW:
+        raise ValueError(
+            f"got a parameter of {x.dtype} with the bits below bfloat16 in the state, "
+            "expected bfloat16: take master_weights() before the model changes its "
+            "dtype, and build another optimizer after that"
+        )
     high, rest = x.view(torch.int16).to(torch.int32) << 16, low[0].to(torch.int32) << 8
     for last in low[1:]:
         rest = rest | last.to(torch.int32) & CUT

@@ -168,16 +168,30 @@ MULTIPLIERS = (0x3505, 0x5DB3, 0x1E37, 0x52A7, 0x2887, 0x4D83)
 GOLDEN = 0x9E37_79B9  # 2^32 over the golden ratio, which tells pairs of buffers apart
 
 
-def step_key(t: Tensor) -> Tensor:
-    """Return a key in [0, 2^32), int64, for each step t = 1, 2, ... (N,).
+Whole = TypeVar("Whole", int, Tensor)
+
+
+def hashed(x: Whole) -> Whole:
+    """Return a number in [0, 2^32) for each whole number; tensors are int64.
 
     Two rounds of multiply and xorshift with constants of C. Wellons's hash-prospector
-    ("16 21f0aaad 15 735a2d97 15"), in int64: no product overflows.
+    ("16 21f0aaad 15 735a2d97 15"): no product overflows int64.
     """
-    x = t.to(torch.int64) & WORD
+    x = x & WORD
     x = ((x ^ x >> 16) * 0x21F0_AAAD) & WORD
     x = ((x ^ x >> 15) * 0x735A_2D97) & WORD
     return x ^ x >> 15
+
+
+def step_key(t: Tensor, seeds: Tensor) -> Tensor:
+    """Return the key of the noise of each part, int64, (P,).
+
+    Args:
+        t: steps 1, 2, ... (P,).
+        seeds: of the parts, int64, in [0, 2^32). They are hashed already: seed a in
+            step b shares no noise with seed b in step a.
+    """
+    return hashed(t.to(torch.int64) ^ seeds)
 
 
 def noise(index: Tensor, key: Tensor, number: int) -> Tensor:
@@ -188,7 +202,7 @@ def noise(index: Tensor, key: Tensor, number: int) -> Tensor:
     five rounds leave neighbours correlated.
 
     Args:
-        index: elements by their number in a shard, int32 or int64; noise repeats after
+        index: elements by their number in a part, int32 or int64; noise repeats after
             2^32.
         key: as ``step_key`` makes it, broadcast over ``index``.
         number: of the buffer among its parameter's buffers.

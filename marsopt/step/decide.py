@@ -313,19 +313,16 @@ def columns_of(
     """Return the scalars of each part, (P,) each, as ``StepScalars`` reads them."""
     columns: list[Any] = [global_clip] if algorithm.h_from == "step" else []
     columns += clip.weights
-    if algorithm.has_noise:  # 16 bits are exact in every working dtype
-        key = numerics.step_key(clip.t)
-        columns += [key >> 16, key & HALF]
+    at_key = len(columns)
     unit = torch.ones_like(global_clip)
     columns += algorithm.preconditioner.scalars(clip.t, clip.n)
     for number, column in enumerate(columns):
         of_norms = (column * unit).to(unit.dtype).expand(index.num_norms)
         columns[number] = index.of_parts(of_norms)
-    if algorithm.has_noise and index.seeds is not None:
-        at_key = 2 + (algorithm.h_from == "step") + (algorithm.h_from is not None)
-        pieces = numerics.step_key(index.seeds)
-        for i, half in (at_key - 1, pieces >> 16), (at_key, pieces & HALF):
-            columns[i] = (columns[i].to(torch.int64) ^ half).to(unit.dtype)
+    if index.seeds is not None:  # 16 bits are exact in every working dtype
+        steps = index.of_parts(clip.t.expand(index.num_norms))
+        key = numerics.step_key(steps, index.seeds)
+        columns[at_key:at_key] = [(k.to(unit.dtype)) for k in (key >> 16, key & HALF)]
     if index.scales is not None:
         columns.append(index.scales)
     return columns
@@ -334,7 +331,8 @@ def columns_of(
 def num_columns(algorithm: Algorithm) -> int:
     """Return how many scalars a part has."""
     one = torch.ones(1, device="cpu")
-    index = Index(1, *[None] * 6)
+    seeds = one.to(torch.int64) if algorithm.has_noise else None
+    index = Index(1, None, None, None, None, None, seeds)
     numbers = torch.ones(1, len(algorithm.columns), device="cpu")
     inputs = Inputs(algorithm, numbers, None, index, one, one.dtype)
     n = inputs.read()

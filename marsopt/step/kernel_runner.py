@@ -127,7 +127,7 @@ class Memory:
         starts = [part * size for num, size in shapes for part in range(num)]
         tensors = [n for n, (num, _) in enumerate(shapes) for _ in range(num)]
         offsets = torch.tensor(starts, dtype=torch.int64, device="cpu")
-        self._blocks: dict[Leaves, Blocks] = {group: Blocks(sizes, offsets, device)}
+        self._blocks: dict[Leaves, Blocks] = {group: Blocks(sizes, device)}
         columns = group.operands
         self.dtypes = dict(in_order({n: x[0].dtype for n, x in columns.items()}))
         options: Any = dict(tensors=tensors, offsets=offsets, device=device)

@@ -65,12 +65,10 @@ def why_not_built(device: torch.device) -> str | None:
 
 
 class Blocks:
-    """The blocks of a group's parts: their sizes, and their elements' numbers, in
-    tables on the device that never change.
+    """The blocks of a group's parts, in tables on the device that never change.
 
     Args:
         sizes: elements of each of P parts.
-        offsets: (P,) elements from the start of each part's tensor to the part.
         device: device of the parts.
         block: elements of a program, a power of two.
     """
@@ -78,7 +76,6 @@ class Blocks:
     def __init__(
         self,
         sizes: Sequence[int],
-        offsets: Tensor,
         device: torch.device,
         *,
         block: int = BLOCK,
@@ -87,7 +84,6 @@ class Blocks:
         self.block, self.device, self.num_parts = block, device, len(numbers)
         self._numbers = numbers
         self.sizes = numbers.to(device)  # (P,)
-        self.bases = offsets.to(device)  # (P,)
         self._choose(torch.arange(len(numbers), device="cpu"))
 
     def of(self, parts: Sequence[int]) -> Blocks:
@@ -193,7 +189,7 @@ class AddressTable:
 
 # dtypes of the kernels' arguments, but for "scalars"; Triton takes num_parts as it is
 ARGUMENTS: dict[str, Any] = {
-    **dict.fromkeys(("addresses", "grads", "matrices", "sizes", "bases"), torch.int64),
+    **dict.fromkeys(("addresses", "grads", "matrices", "sizes"), torch.int64),
     **dict.fromkeys(("parts", "blocks", "firsts"), torch.int32),
     **dict.fromkeys(("partials", "totals"), torch.float64),
     "moves": torch.bool,
@@ -261,7 +257,7 @@ class UpdateKernel(Kernel):
         assert scalars.shape == (num_parts, printed.num_columns)
         assert scalars.dtype == printed.column_dtype
         assert ok.is_contiguous() and scalars.is_contiguous()
-        places = parts.sizes, parts.bases, parts.parts, parts.blocks
+        places = parts.sizes, parts.parts, parts.blocks
         with device_guard(parts.device):
             self._launch_blocks(parts, *tables, *places, ok, scalars)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from marsopt.rules.component import Algorithm
-from marsopt.rules.numerics import scalar_dtype
+from marsopt.rules.numerics import hashed, scalar_dtype
 from marsopt.step.owners import Collectives, OwnedTensors, rows_here
 
 SMALL = 4096  # elements; a copy of fewer costs less than a call of a graph
@@ -84,7 +84,7 @@ class Leaf(NamedTuple):
     num_norms: Sequence[int]  # of each of the params
     norms: Sequence[int]  # (P,) of each part, the number of its norm in the leaf
     scales: Sequence[float] = ()  # (P,) of the learning rate, by shapes of matrices
-    seed: int = 0  # of the noise of stochastic rounding: of the place in whole tensors
+    seeds: Sequence[int] = ()  # (P,) of the noise of stochastic rounding
     shape: torch.Size = torch.Size()  # of the piece of one of the params
     # (): the piece is contiguous, and the parts are views of it. Other strides: the
     # parts are its memory in that order. None: they are a copy, in row order.
@@ -168,13 +168,21 @@ def scales_of(
     return [scales[matrix % len(scales)] for matrix in matrices]
 
 
-def seed_of(shape: torch.Size, cuts: Mapping[int, Tensor]) -> int:
-    """Return the number of a piece's first element in its whole tensor, which replicas
-    share.
+def seeds_of(
+    number: int, shape: torch.Size, cuts: Mapping[int, Tensor], num_parts: int
+) -> list[int]:
+    """Return the seed of each part of a piece: of its tensor's number, of the piece's
+    first element in the whole tensor, which replicas share, and of its number.
     """
     strides = [*accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1)][::-1]
     known = {dim: i for dim, i in cuts.items() if len(i) and not is_fake(i)}
-    return sum(int(i[0]) * strides[dim] for dim, i in known.items())
+    first = sum(int(i[0]) * strides[dim] for dim, i in known.items())
+    return rows_of(hashed(hashed(number) ^ first), num_parts)
+
+
+def rows_of(seed: int, num: int) -> list[int]:
+    """Return the seeds of rows; the only row has this seed."""
+    return [hashed(seed ^ row) if row else seed for row in range(num)]
 
 
 # ---- which rows of tables belong together --------------------------------------------
@@ -191,7 +199,7 @@ class Index(NamedTuple):
     tensor_of_norm: Tensor | None  # (N,) int64
     first_norm: Tensor | None  # of each tensor, int64
     scales: Tensor | None  # (P,) of the learning rate; None: elementwise
-    seeds: Tensor | None  # (P,) int64, of the noise; None: all are 0
+    seeds: Tensor | None  # (P,) int64, of the noise; None: nothing is rounded by it
 
     @property
     def is_identity(self) -> bool:
@@ -218,7 +226,7 @@ class Index(NamedTuple):
         return values if self.first_norm is None else values[self.first_norm]
 
 
-def index_of(leaves: Sequence[Leaf]) -> Index:
+def index_of(leaves: Sequence[Leaf], has_noise: bool) -> Index:
     """Return the index of the leaves of one formula."""
     norms: list[int] = []  # Dynamo traces this, but no list[int]()
     tensors: list[int] = []
@@ -243,7 +251,7 @@ def index_of(leaves: Sequence[Leaf]) -> Index:
         parts_of_norm = table([r + [len(norms)] * (most - len(r)) for r in rows])
     is_each = firsts == tensors
     scales = [scale for leaf in leaves for scale in leaf.scales]
-    seeds = [leaf.seed for leaf in leaves for _ in leaf.norms]
+    seeds = [seed for leaf in leaves for seed in leaf.seeds]
     return Index(
         len(tensors),
         norm_of_part,
@@ -251,7 +259,7 @@ def index_of(leaves: Sequence[Leaf]) -> Index:
         None if is_each else table(tensors),
         None if is_each else table(firsts),
         table(scales, scalar_dtype(x.device)) if scales else None,
-        table(seeds) if any(seeds) else None,
+        table(seeds) if has_noise else None,
     )
 
 
@@ -261,6 +269,7 @@ def leaf_of(
     piece: Tensor,
     params: Sequence[Tensor],
     collectives: Collectives,
+    number: int,
 ) -> tuple[Leaf, Parts]:
     """Return a leaf without its tensors, and the parts of the piece of each of its
     params.
@@ -271,6 +280,7 @@ def leaf_of(
         piece: the elements of it that lie here.
         params: one, or several of this shape that lie one behind the other.
         collectives: of the ranks that hold the parameters.
+        number: of the leaf among all leaves of a step, on every rank.
     """
     rounds = algorithm.has_noise
     asks = rounds or has_several_parts(algorithm, shape)
@@ -279,10 +289,10 @@ def leaf_of(
     num = parts.num_norms
     norms = [i * num + norm for i in range(len(params)) for norm in parts.norms]
     scales = scales_of(algorithm, shape, parts.matrices) * len(params)
-    seed = seed_of(shape, cuts) if rounds else 0
+    seeds = seeds_of(number, shape, cuts, len(norms)) if rounds else []
     none = piece.new_empty(len(norms), 0)
     nums = [num] * len(params)
-    return Leaf(none, {}, params, nums, norms, scales, seed, piece.shape), parts
+    return Leaf(none, {}, params, nums, norms, scales, seeds, piece.shape), parts
 
 
 # ---- small tensors of a CPU, and tensors with gaps in memory -------------------------
@@ -323,18 +333,21 @@ class Pack:
         if len(leaves) == 1:  # a tensor with gaps keeps its parts
             width = parts[0].size
         norms, self._starts, self._held = list[int](), list[int](), [*xs]
-        scales, nums = list[float](), list[int]()
+        scales, nums, seeds = list[float](), list[int](), list[int]()
         for leaf, (size, norms_of_parts, *_) in zip(leaves, parts, strict=True):
             self._starts.append(len(norms) * width)
             for norm in norms_of_parts:
                 num_rows = -(-size // width) if width else 1
                 norms += [sum(nums) + norm] * num_rows
+            # replicas may lie behind other tensors on other ranks
+            seeds += [row for seed in leaf.seeds for row in rows_of(seed, num_rows)]
             nums += leaf.num_norms
             scales += leaf.scales
         # Dynamo specializes on 1, and compiles equal sizes as one symbol: R as one of
         # these would cost another graph
         while len(leaves) > 1 and len(norms) in (1, width, num_columns):
             norms.append(0)
+            seeds.append(0)
         self._shape = len(norms), width
         symbols = list(buffers[0])
         columns = [[*xs], *([tensors[s] for tensors in buffers] for s in symbols)]
@@ -348,7 +361,7 @@ class Pack:
             nums,
             norms,
             scales,
-            first.seed,
+            seeds,
             first.shape,
             None,
             [tensors for leaf in leaves for tensors in leaf.owned],

@@ -38,12 +38,12 @@ UPDATE = """
 @triton.jit(
     do_not_specialize=["num_parts"],
     do_not_specialize_on_alignment=[
-        "addresses", "grads", "matrices", "sizes", "bases", "parts", "blocks", "moves",
+        "addresses", "grads", "matrices", "sizes", "parts", "blocks", "moves",
         "scalars",
     ],
 )
 def {name}(
-    addresses, grads, matrices, sizes, bases, parts, blocks, moves, scalars, num_parts,
+    addresses, grads, matrices, sizes, parts, blocks, moves, scalars, num_parts,
     BLOCK: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -120,8 +120,7 @@ START = """\
 start = tl.load(blocks + program).to(tl.int64) * BLOCK
 size = tl.minimum(tl.load(sizes + part) - start, BLOCK).to(tl.int32)
 """
-BASE = "base = tl.load(bases + part) + start"
-POSITION = "position = base + lanes"
+POSITION = "position = start + lanes"
 
 
 def kernel_name(title: str) -> str:
@@ -183,8 +182,7 @@ class Block:
             for name, place in {**places, **GIVEN}.items()
             if name in self.accessed
         ]
-        base = [BASE] if self.has_position else []
-        return [*START.splitlines(), *addresses, *base]
+        return [*START.splitlines(), *addresses]
 
     def branches(self, wide: Sequence[str], masked: Sequence[str]) -> list[str]:
         """Return the lines that go through the block.

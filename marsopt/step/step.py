@@ -365,7 +365,7 @@ def updated(
         s: scalars of the step, as factors of x.
         tensors: x, its gradient g, its buffers at home in shards, and h if there is
             one, (P, n) each.
-        index: numbers of the elements in this process's piece, for stochastic rounding.
+        index: (n,) numbers of the elements in a part, for stochastic rounding.
     """
     x, g = weight(tensors), working(tensors["g"])
     c = s.weights[0] * g
@@ -670,7 +670,7 @@ def masked(
     index = None
     if algorithm.has_noise:
         x = tensors["x"]
-        index = torch.arange(x.numel(), device=x.device).view(x.shape)
+        index = torch.arange(x.shape[1], device=x.device)
     ok = ok[:, None]
     new = function(algorithm, s, tensors, index)
     return {

@@ -30,11 +30,18 @@ SHAPES = {
 }
 # every rule with every correction that it takes, and with narrow state
 NARROW = dict(state_dtype=torch.bfloat16, stochastic_rounding=True)
+BITS = dict(state_dtype=torch.int8, master_weight_bits=24)
 EXACT = [name for name, rule in REGISTRY.items() if rule.is_mars]
 CELLS = [
     *((name, {}) for name in REGISTRY),
     *((name, {"correction": "exact"}) for name in EXACT),
     *((name, NARROW) for name in REGISTRY),
+    *((name, BITS) for name in REGISTRY),
+    *(
+        (name, {"correction": "exact"} | how)
+        for name in EXACT
+        for how in (NARROW, BITS)
+    ),
 ]
 
 
@@ -60,12 +67,14 @@ def kept(optimizer):
 
 @pytest.mark.parametrize("rule, options", CELLS)
 def test_state_is_what_the_optimizer_keeps(rule, options):
-    params = {n: nn.Parameter(torch.ones(shape)) for n, shape in SHAPES.items()}
+    job = Job(SHAPES, rule, options=options)
+    ones = {n: torch.ones(shape, dtype=job.dtype) for n, shape in SHAPES.items()}
+    params = {n: nn.Parameter(x) for n, x in ones.items()}
     optimizer = MARS(params.items(), mars_type=rule, compile=False, **options)
     for p in params.values():
         p.grad = torch.zeros_like(p)
     optimizer.update_previous_grad()
-    found = forecast(Job(SHAPES, rule, options=options), 1)
+    found = forecast(job, 1)
     assert found.state == kept(optimizer)
     assert found.parameters == sum(p.nbytes for p in params.values())
 

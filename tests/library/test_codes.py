@@ -296,11 +296,12 @@ def test_parameters_of_other_dtypes_and_master_weights(dtype, bits):
 
 
 def test_what_stays_wide():
-    """The largest v so far, and buffers of owners."""
+    """Squares of which the largest so far is kept, and buffers of owners."""
     params, optimizer = built("adamw", amsgrad=True)
     walk(params, optimizer)
     state = optimizer.state[params["tall"]]
-    assert state["max_exp_avg_sq"].dtype == F32 and state["exp_avg_sq"].dtype == CODED
+    assert state["max_exp_avg_sq"].dtype == F32 and state["exp_avg_sq"].dtype == F32
+    assert state["exp_avg"].dtype == CODED
     for name in ("soap", "normuon"):
         params, optimizer = built(name)
         for p in params.values():

@@ -94,7 +94,7 @@ LR, STEPS = 0.1, torch.tensor([1.0, 7.0, 3.0, 2.0, 4.0], dtype=F64)  # of each p
 def scalars_of(preconditioner, has_h, dtype):
     """Columns of a step: weights of g and h, a key in two halves, the rule's own."""
     weights = [0.7 + 0.01 * STEPS, -0.2 * STEPS] if has_h else [0.7 + 0.01 * STEPS]
-    key = numerics.step_key(STEPS)
+    key = numerics.step_key(STEPS, torch.arange(5) * 77)
     numbers = Numbers(lr=LR, **number_fields(preconditioner))
     own = [value + 0 * STEPS for value in preconditioner.scalars(STEPS, numbers)]
     columns = [*weights, key >> 16, key & numerics.HALF, *own]
@@ -251,11 +251,11 @@ def tables_of(operands, addresses, tensors=TENSORS, offsets=OFFSETS):
 
 
 def blocks_of():
-    return Blocks(SIZES, OFFSETS, CPU, block=SMALL)
+    return Blocks(SIZES, CPU, block=SMALL)
 
 
 def position_of(i):
-    return OFFSETS[i] + torch.arange(SIZES[i]).view(1, -1)
+    return torch.arange(SIZES[i]).view(1, -1)
 
 
 @interpreted
@@ -337,7 +337,7 @@ def test_interpreted_operators_are_the_eager_ones(dtype):
     x, y = torch.randn(2, 1, 50, dtype=dtype).mul(16).round() / 16  # exact in bfloat16
     x[0, :5] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
     results = {k: torch.empty_like(x) for k in chosen}
-    parts = Blocks([50], torch.tensor([0]), CPU, block=SMALL)
+    parts = Blocks([50], CPU, block=SMALL)
     tensors = dict(x=x, y=y) | results
     addresses = {name: [tensor.data_ptr()] for name, tensor in tensors.items()}
     tables = tables_of(operands, addresses, [0], torch.tensor([0]))
@@ -380,7 +380,7 @@ def test_interpreted_kernels_take_parts_without_elements():
     )
     for sizes in ([], [0, 0]):
         offsets = torch.zeros(len(sizes), dtype=torch.int64)
-        parts = Blocks(sizes, offsets, CPU)
+        parts = Blocks(sizes, CPU)
         addresses = dict(x=[0] * len(sizes))
         tables = tables_of(operands, addresses, range(len(sizes)), offsets)
         ok = torch.ones(len(sizes), dtype=torch.bool)

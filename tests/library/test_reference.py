@@ -42,8 +42,11 @@ def run(text: str, name: str) -> int:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in VALUES])
-def test_the_example_of_a_public_name_runs(name):
-    assert run(object_of(name).__doc__, name) > 0
+def test_the_examples_of_a_public_name_run(name):
+    known = object_of(name)
+    assert run(known.__doc__, name) > 0
+    for method in vars(known).values() if isinstance(known, type) else ():
+        run(getattr(method, "__doc__", None) or "", name)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

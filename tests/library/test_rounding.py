@@ -17,6 +17,7 @@ import marsopt
 from marsopt import MARS, REGISTRY, FlatGroup
 from marsopt.parallel import MeshCollectives
 from marsopt.rules import numerics
+from marsopt.step.leaf import seeds_of
 from tests.processes import spawn
 
 BF16 = torch.bfloat16
@@ -91,9 +92,11 @@ def unit(noise):
     return ((noise.double() + 0.5) / 2**16 - 0.5) * 12**0.5
 
 
-def of(t, number, start=0, num=2**17):
+def of(t, number, start=0, num=2**17, place=7):
+    """Noise of step t, of the tensor of this place in the tree."""
     index = torch.arange(start, start + num)
-    key = numerics.step_key(torch.tensor([float(t)]))
+    seeds = torch.tensor(seeds_of(place, torch.Size([num]), {}, 1))
+    key = numerics.step_key(torch.tensor([float(t)]), seeds)
     return unit(numerics.noise(index, key, number))
 
 
@@ -106,6 +109,9 @@ def test_noise_is_uniform_and_without_correlation(start):
         for name, u in dict(m=m, v=v, h=h).items():
             later = of(t + 1, "mvh".index(name), start, num)
             statistics |= {name: u, f"{name}, steps": u * later}
+            others = {"tensors": of(t, "mvh".index(name), start, num, place=8)}
+            others["tensor and step"] = of(7, "mvh".index(name), start, num, place=t)
+            statistics |= {f"{name}, {k}": u * other for k, other in others.items()}
             statistics[f"{name}, variance"] = (u * u - 1) / 0.8**0.5
             for lag in (1, 2, 3, 4, 8, 16, 64, 256, 768, 3072, 2**16):
                 statistics[f"{name}, {lag} apart"] = u[lag:] * u[:-lag]
@@ -116,7 +122,7 @@ def test_noise_is_uniform_and_without_correlation(start):
 
 def test_the_number_of_an_element_may_be_int32_or_int64():
     index = torch.tensor([0, 1, 65535, 65536, 2**31 - 1])
-    key = numerics.step_key(torch.tensor([3.0]))
+    key = numerics.step_key(torch.tensor([3.0]), torch.tensor([7]))
     for number in range(3):
         wide = numerics.noise(index, key, number)
         assert torch.equal(numerics.noise(index.int(), key, number), wide)
@@ -239,6 +245,26 @@ def test_every_rule_keeps_bfloat16_near_float32(mars_type, correction):
     kept = [v for s in state.values() for k, v in s.items() if k == "exp_avg"]
     for value in kept:  # in no narrower a format, and not nearest alone
         assert value.unique().numel() > 1
+
+
+@pytest.mark.parametrize("shape", [(16, 8), (128, 64)], ids=str)
+def test_tensors_of_equal_values_round_apart(shape):
+    """By each door; an optimizer packs the smaller tensors."""
+    x, g = torch.ones(shape), torch.full(shape, 0.3)
+    rule, pairs = marsopt.rule("adamw", **NARROW), []
+    for pack in (dict, FlatGroup.pack):
+        tree, grads = pack(dict(a=x, b=x)), pack(dict(a=g, b=g))
+        m = rule.step(tree, grads, rule.init(tree), lr=0.01)[1].m
+        pairs.append((m.unpack() if isinstance(m, FlatGroup) else m).values())
+    params = [nn.Parameter(x.clone()) for _ in range(2)]
+    optimizer = MARS(params, mars_type="adamw", compile=False, **NARROW)
+    for p in params:
+        p.grad = g
+    optimizer.step()
+    pairs.append(optimizer.state[p]["exp_avg"] for p in params)
+    for one, two in pairs:
+        assert one.unique().numel() == 2  # 0.03 is no bfloat16
+        assert 0.1 < (one != two).double().mean() < 0.5
 
 
 def test_functions_and_flat_groups_agree():

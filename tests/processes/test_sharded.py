@@ -308,10 +308,18 @@ MASTERS = (
 )  # fmt: skip
 
 
+def shard_of(x):
+    """The coordinates of a tensor's shard; replicas have the same."""
+    if not isinstance(x, DTensor):
+        return ()
+    pairs = zip(x.device_mesh.get_coordinate(), x.placements, strict=True)
+    return tuple(i for i, place in pairs if not place.is_replicate())
+
+
 @registered()
 def masters(rank, world, cell):
-    """By rule, whether 32 bits are a float32 run, to the bit; and with 24 bits the
-    weights that lie here.
+    """By rule, whether 32 bits are a float32 run, to the bit; and with 24 bits each
+    weight that lies here, by its name and the place of its shard.
     """
     shape, cut, _ = CELLS[cell]
     mesh = init_device_mesh("cpu", shape)
@@ -355,7 +363,7 @@ def masters(rank, world, cell):
             and torch.equal(local(narrow[n].detach()), rounded(local(p.detach())))
             for n, p in wide.items()
         )
-        found[rule] = is_equal, {n: local(x) for n, x in rest.items()}
+        found[rule] = is_equal, {(n, shard_of(x)): local(x) for n, x in rest.items()}
     return found
 
 
@@ -365,8 +373,10 @@ def test_master_weights_of_shards_are_those_of_a_float32_run(cell):
     by_rank = spawn(masters, torch.Size(CELLS[cell][0]).numel(), cell, seconds=240)
     for found in by_rank:
         assert all(is_equal for is_equal, _ in found.values()), found.keys()
-    if cell == "HSDP":
-        for rank in (0, 1):
-            for rule, (_, weights) in by_rank[rank].items():
-                _, twins = by_rank[rank + 2][rule]
-                assert all(torch.equal(twins[n], x) for n, x in weights.items()), rule
+    for rule in MASTERS:
+        first, num = {}, 0
+        for found in by_rank:
+            for place, x in found[rule][1].items():
+                num += place in first
+                assert torch.equal(first.setdefault(place, x), x), (rule, place)
+        assert num or cell in ("3 ranks", "two axes")

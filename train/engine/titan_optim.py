@@ -124,6 +124,8 @@ class MarsOptimizers(MarsOptimizersContainer):
         def formats(self) -> dict:
             """Return how weights and averages are stored, as arguments of MARS."""
             stored: dict = dict(master_weight_bits=self.master_weight_bits)
+            if self.h_dtype is not None:
+                stored["h_dtype"] = getattr(torch, self.h_dtype)
             if self.state_dtype is not None:
                 stored["state_dtype"] = getattr(torch, self.state_dtype)
                 stored["stochastic_rounding"] = self.state_dtype == "bfloat16"
@@ -171,10 +173,8 @@ class MarsOptimizers(MarsOptimizersContainer):
 
     def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
         names = [n for part in model_parts for n, _ in part.named_parameters()]
-        # of a step
-        working = "ns_dtype", "h_dtype", "compile"
-        given = config.options() | {name: getattr(config, name) for name in working}
-        given |= config.formats()
+        given = config.options() | config.formats()
+        given |= {name: getattr(config, name) for name in ("ns_dtype", "compile")}
         config = replace(
             config,
             param_groups=config.groups(names),

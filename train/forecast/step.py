@@ -129,7 +129,9 @@ def _state(job: Job, rule: Rule) -> dict[str, Counter[str]]:
             home = num_bytes[algorithm.kept[symbol].home]
             home.update({name: x.nbytes for name, x in buffer.items()})
         if algorithm.h_from == "caller":
-            # The class keeps h, and a copy of the next batch's gradient.
-            both = {name: 2 * x.nbytes for name, x in tensors.items()}
-            num_bytes["shard"].update(both)
+            # the class keeps h, and a copy of the next batch's gradient
+            h = algorithm.buffers["h"]
+            for name, x in tensors.items():
+                size = algorithm.dtype_of(h, x).itemsize
+                num_bytes["shard"][name] += 2 * x.numel() * size
     return num_bytes
