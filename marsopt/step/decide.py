@@ -322,7 +322,7 @@ def columns_of(
     if index.seeds is not None:  # 16 bits are exact in every working dtype
         steps = index.of_parts(clip.t.expand(index.num_norms))
         key = numerics.step_key(steps, index.seeds)
-        columns[at_key:at_key] = [(k.to(unit.dtype)) for k in (key >> 16, key & HALF)]
+        columns[at_key:at_key] = [k.to(unit.dtype) for k in (key >> 16, key & HALF)]
     if index.scales is not None:
         columns.append(index.scales)
     return columns
