@@ -270,5 +270,5 @@ def check_matching(params: Tree, other: Tree, label: str) -> None:
         raise ValueError(
             f"got {label} without {sorted(expected - given, key=str)} and with "
             f"{sorted(given - expected, key=str)} in addition, expected the names of "
-            "the parameters: leave out parameters without a gradient, on both sides"
+            "the parameters: a parameter without a gradient is left out on all sides"
         )
