@@ -265,10 +265,10 @@ def check_matching(params: Tree, other: Tree, label: str) -> None:
             f"got {label} in a {type(other).__name__}, expected the container of the "
             f"parameters, a {type(params).__name__}: pass such a container"
         )
-    expected, given = set(names(params)), set(names(other))
-    if expected != given:
+    expected, present = set(names(params)), set(names(other))
+    if expected != present:
         raise ValueError(
-            f"got {label} without {sorted(expected - given, key=str)} and with "
-            f"{sorted(given - expected, key=str)} in addition, expected the names of "
+            f"got {label} without {sorted(expected - present, key=str)} and with "
+            f"{sorted(present - expected, key=str)} in addition, expected the names of "
             "the parameters: a parameter without a gradient is left out on all sides"
         )

@@ -177,10 +177,10 @@ def seeds_of(
     strides = [*accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1)][::-1]
     known = {dim: i for dim, i in cuts.items() if len(i) and not is_fake(i)}
     first = sum(int(i[0]) * strides[dim] for dim, i in known.items())
-    return rows_of(hashed(hashed(number) ^ first), num_parts)
+    return row_seeds(hashed(hashed(number) ^ first), num_parts)
 
 
-def rows_of(seed: int, num: int) -> list[int]:
+def row_seeds(seed: int, num: int) -> list[int]:
     """Return the seeds of rows; the only row has this seed."""
     return [hashed(seed ^ row) if row else seed for row in range(num)]
 
@@ -340,7 +340,7 @@ class Pack:
                 num_rows = -(-size // width) if width else 1
                 norms += [sum(nums) + norm] * num_rows
             # replicas may lie behind other tensors on other ranks
-            seeds += [row for seed in leaf.seeds for row in rows_of(seed, num_rows)]
+            seeds += [row for seed in leaf.seeds for row in row_seeds(seed, num_rows)]
             nums += leaf.num_norms
             scales += leaf.scales
         # Dynamo specializes on 1, and compiles equal sizes as one symbol: R as one of
